@@ -1,0 +1,231 @@
+"""The configuration: one frozen tree, read from YAML and dotted overrides, checked before anything starts.
+
+Every key is listed here with its default; an unknown key is an error that names the nearest valid one.
+Stage packages take the section they need. Nothing reads the environment for settings.
+"""
+
+import difflib
+import math
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+import yaml
+
+from steelyard.errors import ConfigError
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all configuration sections."""
+
+
+class RunConfig(Section):
+    """``dir`` defaults to a new ``runs/<name>-<NNN>``."""
+
+    name: str = "run"
+    dir: str | None = None
+    seed: int = 0
+
+
+class RuntimeConfig(Section):
+    """``inline`` holds everything in one process (tests); ``local`` runs one process per component."""
+
+    kind: Literal["inline", "local", "ray"] = "local"
+    devices: Literal["cpu"] = "cpu"
+    ray_address: str | None = None
+    start_deadline_s: float = 120.0
+    stop_deadline_s: float = 10.0
+
+
+class ModelConfig(Section):
+    """``policy`` is a Hugging Face directory, or ``builtin:quick`` for the quick policy."""
+
+    policy: str = "builtin:quick"
+    reward: str | None = None
+    max_context_tokens: int = 1024
+
+
+class ResourcesConfig(Section):
+    """Counts of devices of whatever kind; on a CPU a device is one pinned core with one torch thread."""
+
+    rollout_gpus: int = 1
+    train_gpus: int = 1
+    reward_gpus: int = 0
+    total_gpus: int | None = None
+
+
+class EnvironmentConfig(Section):
+    """``options`` belong to the environment, which checks them itself."""
+
+    kind: str = "repair"
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class RolloutConfig(Section):
+    """Limits on the policy are tokens and turns, never wall time."""
+
+    group_size: int = 8
+    max_turns: int = 6
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_concurrent: int = 64
+    lease_s: float = 60.0
+    max_attempts: int = 3
+    turn_deadline_s: float = 60.0
+
+
+class AlgorithmConfig(Section):
+    """Group-relative policy optimisation (GRPO, arXiv 2402.03300) with a clipped ratio."""
+
+    kind: Literal["grpo"] = "grpo"
+    min_scored: int = 2
+    normalise_by_std: bool = True
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+
+
+class AdmissionConfig(Section):
+    """How far behind the trainer a trajectory may be; see DESIGN section 4."""
+
+    max_policy_lag: int = 1
+    max_age_s: float | None = None
+    max_tail_wait_s: float = 120.0
+    max_stale_retries: int = 2
+    max_drop_frac: float = 0.5
+
+
+class TrainConfig(Section):
+    """``batch_size`` is trajectories per optimizer step over all devices."""
+
+    batch_size: int = 192
+    grad_accum_steps: int = 1
+    max_steps: int = 60
+    learning_rate: float = 3e-4
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    max_grad_norm: float = 1.0
+    checkpoint_every: int = 10
+    keep_checkpoints: int = 2
+    micro_batch_tokens: int = 8192
+    step_deadline_s: float = 600.0
+
+
+class InferenceConfig(Section):
+    """One engine per rollout device."""
+
+    engine: Literal["local", "vllm", "emulated"] = "local"
+    max_running: int = 64
+    kv_tokens: int = 131_072
+    prefill_chunk_tokens: int = 2048
+    probe_tolerance: float = 1e-4
+
+
+class GatewayConfig(Section):
+    """``port`` 0 takes a free one. Only loopback unless said otherwise."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+class SandboxConfig(Section):
+    """``process`` isolates nothing and must be chosen by name."""
+
+    kind: Literal["bubblewrap", "process"] = "bubblewrap"
+    call_deadline_s: float = 2.0
+    memory_bytes: int = 256 << 20
+    max_processes: int = 16
+    max_output_bytes: int = 65_536
+    max_file_bytes: int = 4 << 20
+    num_warm: int = 4
+
+
+class ScoringConfig(Section):
+    """Graders run in their own processes, which can be killed."""
+
+    num_workers: int = 1
+    deadline_s: float = 20.0
+    max_attempts: int = 3
+    alarm_failure_frac: float = 0.1
+
+
+class WeightsConfig(Section):
+    """Publication of policy versions."""
+
+    max_retained_versions: int = 8
+    load_deadline_s: float = 60.0
+
+
+class JournalConfig(Section):
+    """Where events go. ``group_commit_s`` is how long a commit may wait for company."""
+
+    kind: Literal["memory", "sqlite"] = "sqlite"
+    group_commit_s: float = 0.002
+
+
+class AllocationConfig(Section):
+    """Without ``policy``: ``fixed`` where resources give a split."""
+
+    policy: Literal["fixed"] | None = None
+
+
+class SchedulerConfig(Section):
+    """Movement of devices between roles."""
+
+    enabled: bool = False
+    adjust_interval_steps: int = 5
+    queue_weight: float = 0.6
+    min_rollout_gpus: int = 1
+    min_train_gpus: int = 1
+    max_rollout_gpus: int | None = None
+
+
+class EvalConfig(Section):
+    """``num_tasks`` held-out tasks (the same for every seed), sampled and greedy, before and after."""
+
+    num_tasks: int = 0
+    num_unseen_templates: int = 0
+    greedy: bool = True
+    sampled: bool = True
+    before: bool = True
+    after: bool = True
+
+
+class ObserveConfig(Section):
+    """What people see while a run goes on."""
+
+    display: Literal["auto", "live", "plain", "quiet"] = "auto"
+    report: bool = True
+
+
+class Config(Section):
+    """The whole configuration of a run."""
+
+    run: RunConfig = RunConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    model: ModelConfig = ModelConfig()
+    resources: ResourcesConfig = ResourcesConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    admission: AdmissionConfig = AdmissionConfig()
+    train: TrainConfig = TrainConfig()
+    inference: InferenceConfig = InferenceConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    scoring: ScoringConfig = ScoringConfig()
+    weights: WeightsConfig = WeightsConfig()
+    journal: JournalConfig = JournalConfig()
+    allocation: AllocationConfig = AllocationConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    eval: EvalConfig = EvalConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    @property
+    def groups_per_batch(self) -> int:
+        """Groups that one optimizer step consumes."""
+        return self.train.batch_size // self.rollout.group_size
