@@ -4,22 +4,16 @@ Every key is listed here with its default; an unknown key is an error that names
 Stage packages take the section they need. Nothing reads the environment for settings.
 """
 
-import difflib
-import math
-from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 import msgspec
-import yaml
-
-from steelyard.errors import ConfigError
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all configuration sections."""
 
 
-class RunConfig(Section):
+class RunConfig(Section, frozen=True, kw_only=True):
     """``dir`` defaults to a new ``runs/<name>-<NNN>``."""
 
     name: str = "run"
@@ -27,7 +21,7 @@ class RunConfig(Section):
     seed: int = 0
 
 
-class RuntimeConfig(Section):
+class RuntimeConfig(Section, frozen=True, kw_only=True):
     """``inline`` holds everything in one process (tests); ``local`` runs one process per component."""
 
     kind: Literal["inline", "local", "ray"] = "local"
@@ -37,7 +31,7 @@ class RuntimeConfig(Section):
     stop_deadline_s: float = 10.0
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True, kw_only=True):
     """``policy`` is a Hugging Face directory, or ``builtin:quick`` for the quick policy."""
 
     policy: str = "builtin:quick"
@@ -45,7 +39,7 @@ class ModelConfig(Section):
     max_context_tokens: int = 1024
 
 
-class ResourcesConfig(Section):
+class ResourcesConfig(Section, frozen=True, kw_only=True):
     """Counts of devices of whatever kind; on a CPU a device is one pinned core with one torch thread."""
 
     rollout_gpus: int = 1
@@ -54,14 +48,14 @@ class ResourcesConfig(Section):
     total_gpus: int | None = None
 
 
-class EnvironmentConfig(Section):
+class EnvironmentConfig(Section, frozen=True, kw_only=True):
     """``options`` belong to the environment, which checks them itself."""
 
     kind: str = "repair"
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class RolloutConfig(Section):
+class RolloutConfig(Section, frozen=True, kw_only=True):
     """Limits on the policy are tokens and turns, never wall time."""
 
     group_size: int = 8
@@ -75,7 +69,7 @@ class RolloutConfig(Section):
     turn_deadline_s: float = 60.0
 
 
-class AlgorithmConfig(Section):
+class AlgorithmConfig(Section, frozen=True, kw_only=True):
     """Group-relative policy optimisation (GRPO, arXiv 2402.03300) with a clipped ratio."""
 
     kind: Literal["grpo"] = "grpo"
@@ -87,7 +81,7 @@ class AlgorithmConfig(Section):
     entropy_coef: float = 0.0
 
 
-class AdmissionConfig(Section):
+class AdmissionConfig(Section, frozen=True, kw_only=True):
     """How far behind the trainer a trajectory may be; see DESIGN section 4."""
 
     max_policy_lag: int = 1
@@ -97,7 +91,7 @@ class AdmissionConfig(Section):
     max_drop_frac: float = 0.5
 
 
-class TrainConfig(Section):
+class TrainConfig(Section, frozen=True, kw_only=True):
     """``batch_size`` is trajectories per optimizer step over all devices."""
 
     batch_size: int = 192
@@ -115,7 +109,7 @@ class TrainConfig(Section):
     step_deadline_s: float = 600.0
 
 
-class InferenceConfig(Section):
+class InferenceConfig(Section, frozen=True, kw_only=True):
     """One engine per rollout device."""
 
     engine: Literal["local", "vllm", "emulated"] = "local"
@@ -125,14 +119,14 @@ class InferenceConfig(Section):
     probe_tolerance: float = 1e-4
 
 
-class GatewayConfig(Section):
+class GatewayConfig(Section, frozen=True, kw_only=True):
     """``port`` 0 takes a free one. Only loopback unless said otherwise."""
 
     host: str = "127.0.0.1"
     port: int = 0
 
 
-class SandboxConfig(Section):
+class SandboxConfig(Section, frozen=True, kw_only=True):
     """``process`` isolates nothing and must be chosen by name."""
 
     kind: Literal["bubblewrap", "process"] = "bubblewrap"
@@ -144,7 +138,7 @@ class SandboxConfig(Section):
     num_warm: int = 4
 
 
-class ScoringConfig(Section):
+class ScoringConfig(Section, frozen=True, kw_only=True):
     """Graders run in their own processes, which can be killed."""
 
     num_workers: int = 1
@@ -153,27 +147,27 @@ class ScoringConfig(Section):
     alarm_failure_frac: float = 0.1
 
 
-class WeightsConfig(Section):
+class WeightsConfig(Section, frozen=True, kw_only=True):
     """Publication of policy versions."""
 
     max_retained_versions: int = 8
     load_deadline_s: float = 60.0
 
 
-class JournalConfig(Section):
+class JournalConfig(Section, frozen=True, kw_only=True):
     """Where events go. ``group_commit_s`` is how long a commit may wait for company."""
 
     kind: Literal["memory", "sqlite"] = "sqlite"
     group_commit_s: float = 0.002
 
 
-class AllocationConfig(Section):
+class AllocationConfig(Section, frozen=True, kw_only=True):
     """Without ``policy``: ``fixed`` where resources give a split."""
 
     policy: Literal["fixed"] | None = None
 
 
-class SchedulerConfig(Section):
+class SchedulerConfig(Section, frozen=True, kw_only=True):
     """Movement of devices between roles."""
 
     enabled: bool = False
@@ -184,7 +178,7 @@ class SchedulerConfig(Section):
     max_rollout_gpus: int | None = None
 
 
-class EvalConfig(Section):
+class EvalConfig(Section, frozen=True, kw_only=True):
     """``num_tasks`` held-out tasks (the same for every seed), sampled and greedy, before and after."""
 
     num_tasks: int = 0
@@ -195,14 +189,14 @@ class EvalConfig(Section):
     after: bool = True
 
 
-class ObserveConfig(Section):
+class ObserveConfig(Section, frozen=True, kw_only=True):
     """What people see while a run goes on."""
 
     display: Literal["auto", "live", "plain", "quiet"] = "auto"
     report: bool = True
 
 
-class Config(Section):
+class Config(Section, frozen=True, kw_only=True):
     """The whole configuration of a run."""
 
     run: RunConfig = RunConfig()

@@ -73,7 +73,7 @@ class Effects(enum.StrEnum):
 # --- tasks and messages ---------------------------------------------------------------------------
 
 
-class ToolCall(Record):
+class ToolCall(Record, frozen=True, kw_only=True):
     """A call as parsed from sampled text. ``arguments`` is the JSON text exactly as sampled."""
 
     id: str
@@ -81,7 +81,7 @@ class ToolCall(Record):
     arguments: str
 
 
-class Message(Record):
+class Message(Record, frozen=True, kw_only=True):
     """One chat message. ``content`` is None only for an assistant message with tool calls."""
 
     role: str
@@ -91,7 +91,7 @@ class Message(Record):
     name: str | None = None
 
 
-class ToolSpec(Record):
+class ToolSpec(Record, frozen=True, kw_only=True):
     """A tool as shown to the model; ``parameters`` is a JSON schema."""
 
     name: str
@@ -100,7 +100,7 @@ class ToolSpec(Record):
     effects: Effects = Effects.SANDBOX
 
 
-class Task(Record):
+class Task(Record, frozen=True, kw_only=True):
     """One prompt of an environment. ``public`` is what the agent's sandbox may hold; nothing private."""
 
     task_id: str
@@ -113,7 +113,7 @@ class Task(Record):
     public: bytes = b""
 
 
-class Sampling(Record):
+class Sampling(Record, frozen=True, kw_only=True):
     """How to sample. ``temperature`` 0 is greedy; recorded log-probabilities are then at temperature 1."""
 
     temperature: float = 1.0
@@ -125,7 +125,7 @@ class Sampling(Record):
 # --- leases and attempts --------------------------------------------------------------------------
 
 
-class Lease(Record):
+class Lease(Record, frozen=True, kw_only=True):
     """Permission to run one attempt until ``expires_at_s``. ``attempt_number`` is the fencing token."""
 
     attempt_id: str
@@ -142,14 +142,14 @@ class Lease(Record):
     expires_at_s: float
 
 
-class VersionSpan(Record):
+class VersionSpan(Record, frozen=True, kw_only=True):
     """From token ``start`` of a turn's generated tokens on, weights ``version`` sampled."""
 
     start: int
     version: int
 
 
-class GenerateRequest(Record):
+class GenerateRequest(Record, frozen=True, kw_only=True):
     """One model call. ``deadline_at_s`` bounds queueing and generation together.
 
     ``sequence_key`` names the conversation whose KV may be reused (attempt and segment); reuse is
@@ -167,7 +167,7 @@ class GenerateRequest(Record):
     stream: bool = False
 
 
-class GenerateResult(Record):
+class GenerateResult(Record, frozen=True, kw_only=True):
     """What an engine returns: the sampled ids, and per id the two numbers of DESIGN section 5.
 
     ``logprobs[i]``: log-probability of ``token_ids[i]`` after temperature over the full vocabulary.
@@ -190,14 +190,14 @@ class GenerateResult(Record):
     detail: str = ""
 
 
-class TokenChunk(Record):
+class TokenChunk(Record, frozen=True, kw_only=True):
     """Tokens of a streaming request, in order, as they are sampled."""
 
     request_id: str
     token_ids: tuple[int, ...]
 
 
-class Turn(Record):
+class Turn(Record, frozen=True, kw_only=True):
     """One recorded model call. Turns of one segment share a token prefix."""
 
     request_id: str
@@ -218,7 +218,7 @@ class Turn(Record):
     ended_at_s: float
 
 
-class ToolRecord(Record):
+class ToolRecord(Record, frozen=True, kw_only=True):
     """One tool call as the harness saw it: timing and outcome, no payload."""
 
     tool_call_id: str
@@ -229,7 +229,7 @@ class ToolRecord(Record):
     is_valid: bool = True
 
 
-class Trace(Record):
+class Trace(Record, frozen=True, kw_only=True):
     """A whole attempt, sealed. Its digest is over its msgpack bytes."""
 
     attempt_id: str
@@ -238,7 +238,7 @@ class Trace(Record):
     tools: tuple[ToolRecord, ...] = ()
 
 
-class SealedTrace(Record):
+class SealedTrace(Record, frozen=True, kw_only=True):
     """What the coordinator keeps of a sealed trace."""
 
     attempt_id: str
@@ -252,7 +252,7 @@ class SealedTrace(Record):
     end_reason: EndReason
 
 
-class ArtifactReport(Record):
+class ArtifactReport(Record, frozen=True, kw_only=True):
     """The agent is done: the trace is sealed and the artifact is durable."""
 
     attempt_id: str
@@ -261,7 +261,7 @@ class ArtifactReport(Record):
     artifact_digest: str
 
 
-class AttemptFailure(Record):
+class AttemptFailure(Record, frozen=True, kw_only=True):
     """The system could not carry an attempt through. Never a reward."""
 
     attempt_id: str
@@ -275,7 +275,7 @@ class AttemptFailure(Record):
 # --- scoring --------------------------------------------------------------------------------------
 
 
-class ScoreJob(Record):
+class ScoreJob(Record, frozen=True, kw_only=True):
     """Permission to score one sealed artifact until ``expires_at_s``."""
 
     job_id: str
@@ -286,7 +286,7 @@ class ScoreJob(Record):
     expires_at_s: float
 
 
-class Score(Record):
+class Score(Record, frozen=True, kw_only=True):
     """A verdict. ``value`` is finite and present exactly when ``outcome`` is ``scored``.
 
     ``success`` is the environment's yes or no, which evaluation counts; ``value`` is what is trained.
@@ -307,7 +307,7 @@ class Score(Record):
 # --- training data --------------------------------------------------------------------------------
 
 
-class TrainingSample(Record):
+class TrainingSample(Record, frozen=True, kw_only=True):
     """One segment of one attempt, ready for the loss.
 
     All sequences have one length L. ``loss_mask[i]`` is 1 where ``token_ids[i]`` was sampled;
@@ -325,7 +325,7 @@ class TrainingSample(Record):
     temperature: float
 
 
-class MicroBatch(Record):
+class MicroBatch(Record, frozen=True, kw_only=True):
     """Rows of similar length, right-padded: every array is C-contiguous [num_rows, num_columns].
 
     ``token_ids`` int32; ``loss_mask`` uint8; ``logprobs`` float32; ``advantages`` and ``temperatures``
@@ -343,7 +343,7 @@ class MicroBatch(Record):
     attempt_ids: tuple[str, ...]
 
 
-class StepBatch(Record):
+class StepBatch(Record, frozen=True, kw_only=True):
     """All that one optimizer step consumes, in order; kept until a checkpoint covers it.
 
     ``loss_denominator`` is the number of sampled tokens over the whole batch, fixed beforehand so that
@@ -357,7 +357,7 @@ class StepBatch(Record):
     loss_denominator: float
 
 
-class StepReport(Record):
+class StepReport(Record, frozen=True, kw_only=True):
     """What the trainer says of one step; ``version`` is the version that it produced."""
 
     step: int
@@ -378,7 +378,7 @@ class StepReport(Record):
 # --- weights --------------------------------------------------------------------------------------
 
 
-class FileDigest(Record):
+class FileDigest(Record, frozen=True, kw_only=True):
     """One file of a version, by name inside its directory."""
 
     name: str
@@ -386,7 +386,7 @@ class FileDigest(Record):
     digest: str
 
 
-class ParameterDigest(Record):
+class ParameterDigest(Record, frozen=True, kw_only=True):
     """One parameter as published: digest over its contiguous bytes in ``dtype``."""
 
     name: str
@@ -395,7 +395,7 @@ class ParameterDigest(Record):
     digest: str
 
 
-class Probe(Record):
+class Probe(Record, frozen=True, kw_only=True):
     """Fixed token sequences with the trainer's own log-probabilities of each next token.
 
     ``sequences[i]`` has length L_i, ``logprobs[i]`` length L_i - 1. ``separates_parent`` says whether
@@ -407,7 +407,7 @@ class Probe(Record):
     separates_parent: bool
 
 
-class Manifest(Record):
+class Manifest(Record, frozen=True, kw_only=True):
     """What a version number promises. Written last; a directory without it is no version."""
 
     version: int
@@ -423,7 +423,7 @@ class Manifest(Record):
     probe: Probe
 
 
-class LoadProof(Record):
+class LoadProof(Record, frozen=True, kw_only=True):
     """A replica's proof that what is in its memory is what was published."""
 
     version: int
@@ -435,7 +435,7 @@ class LoadProof(Record):
     loaded_in_s: float
 
 
-class EngineStats(Record):
+class EngineStats(Record, frozen=True, kw_only=True):
     """A replica at one instant. Token counters only grow."""
 
     replica_id: str

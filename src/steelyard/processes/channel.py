@@ -1,0 +1,292 @@
+"""Typed calls between the processes of a run.
+
+::
+
+    CHAT = Endpoint("chat", Question, Answer)          # shared by both sides
+    server = Server(); server.handle(CHAT, answer)     # async def answer(question) -> Answer
+    await server.serve(path)
+    client = await Client.connect(path, name="oracle", deadline_s=5)
+    answer = await client.call(CHAT, question, deadline_s=1)
+
+A call that is cancelled or runs out of time is cancelled on the other side too. When a connection
+ends, every pending call on it fails at once: nobody waits for a dead process.
+"""
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from steelyard.errors import DeadlineExceeded, RemoteFailed, SteelyardError
+from steelyard.processes import frames
+from steelyard.processes.frames import Frame
+
+logger = logging.getLogger(__name__)
+
+Req = TypeVar("Req")
+Rep = TypeVar("Rep")
+Ev = TypeVar("Ev")
+
+
+@dataclass(frozen=True)
+class Endpoint(Generic[Req, Rep]):
+    """One method: its name, and the records that go in and out."""
+
+    name: str
+    request_type: type[Req]
+    reply_type: type[Rep]
+
+
+@dataclass(frozen=True)
+class StreamingEndpoint(Generic[Req, Rep, Ev]):
+    """A method that emits ``event_type`` records before its reply."""
+
+    name: str
+    request_type: type[Req]
+    reply_type: type[Rep]
+    event_type: type[Ev]
+
+
+_Handler = Callable[[Any, Callable[[Any], None]], Awaitable[Any]]
+
+
+class Server:
+    """Serves endpoints on a Unix socket. Handlers run concurrently; each is cancelled with its caller."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[str, tuple[type[Any], _Handler]] = {}
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.StreamWriter] = set()
+
+    def handle(self, endpoint: Endpoint[Req, Rep], handler: Callable[[Req], Awaitable[Rep]]) -> None:
+        """Answer calls of ``endpoint`` with ``handler(request)``."""
+
+        async def call(request: Any, _emit: Callable[[Any], None]) -> Any:
+            return await handler(request)
+
+        self._handlers[endpoint.name] = (endpoint.request_type, call)
+
+    def handle_streaming(
+        self,
+        endpoint: StreamingEndpoint[Req, Rep, Ev],
+        handler: Callable[[Req, Callable[[Ev], None]], Awaitable[Rep]],
+    ) -> None:
+        """Answer calls of ``endpoint`` with ``handler(request, emit)``."""
+        self._handlers[endpoint.name] = (endpoint.request_type, handler)
+
+    async def serve(self, path: Path) -> None:
+        """Start listening; returns once connections are accepted. The socket is the owner's alone.
+
+        Raises:
+            OSError: the path is taken or cannot be made.
+        """
+        self._server = await asyncio.start_unix_server(self._serve_connection, str(path), limit=1 << 20)
+        path.chmod(0o600)
+
+    async def close(self) -> None:
+        """Stop listening and end all connections with their calls."""
+        if self._server is None:
+            return
+        self._server.close()
+        for writer in list(self._connections):
+            writer.close()
+        await self._server.wait_closed()
+
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        calls: dict[int, asyncio.Task[None]] = {}
+        self._connections.add(writer)
+        try:
+            while (frame := await frames.read(reader)) is not None:
+                if frame.kind == "cancel":
+                    if (running := calls.get(frame.id)) is not None:
+                        running.cancel()
+                    continue
+                task = asyncio.create_task(self._run_call(frame, writer))
+                calls[frame.id] = task
+                task.add_done_callback(functools.partial(_forget, calls, frame.id))
+        except RemoteFailed as error:
+            logger.error("a connection was closed: %s", error)
+        finally:
+            self._connections.discard(writer)
+            pending = list(calls.values())
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+            writer.close()
+
+    async def _run_call(self, frame: Frame, writer: asyncio.StreamWriter) -> None:
+        def emit(event: Any) -> None:
+            writer.write(frames.encode(Frame(frame.id, "event", "", _raw(event))))
+
+        try:
+            request_type, handler = self._handlers[frame.name]
+            request = msgspec.msgpack.decode(frame.body, type=request_type)
+            answer = Frame(frame.id, "reply", "", _raw(await handler(request, emit)))
+        except KeyError:
+            answer = frames.error_frame(frame.id, RemoteFailed(f"no endpoint is named {frame.name!r}"))
+        except SteelyardError as error:
+            answer = frames.error_frame(frame.id, error)
+        except Exception as error:
+            # The caller must learn of any failure; it decides whether the run can go on.
+            logger.exception("call %s failed", frame.name)
+            answer = frames.error_frame(frame.id, error)
+        if not writer.is_closing():
+            writer.write(frames.encode(answer))
+            await writer.drain()
+
+
+class Client:
+    """Calls endpoints of one server. Made by :meth:`connect`."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._name = name
+        self._next_id = 0
+        self._pending: dict[int, _PendingCall] = {}
+        self._closed_by: SteelyardError | None = None
+        self._reading = asyncio.create_task(self._read_answers(), name=f"answers of {name}")
+
+    @classmethod
+    async def connect(cls, path: Path, *, name: str, deadline_s: float) -> "Client":
+        """Connect to a server that may not be listening yet.
+
+        Raises:
+            DeadlineExceeded: nobody listened within ``deadline_s`` seconds.
+        """
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        while True:
+            try:
+                reader, writer = await asyncio.open_unix_connection(str(path), limit=1 << 20)
+                return cls(reader, writer, name)
+            except (FileNotFoundError, ConnectionRefusedError):
+                waited_s = loop.time() - started
+                if waited_s > deadline_s:
+                    raise DeadlineExceeded(f"process {name} to listen", (name,), waited_s) from None
+                # A socket file cannot be awaited; the pause bounds the polling, nothing is ordered by it.
+                await asyncio.sleep(0.01)
+
+    async def call(self, endpoint: Endpoint[Req, Rep], request: Req, *, deadline_s: float) -> Rep:
+        """Call and wait for the reply.
+
+        Raises:
+            DeadlineExceeded: no reply within ``deadline_s`` seconds; the call is cancelled there too.
+            SteelyardError: what the handler raised, by its own type where it is one of ours.
+            RemoteFailed: the handler failed otherwise, or the connection ended.
+        """
+        body = await self._call(endpoint.name, request, deadline_s, None)
+        return msgspec.msgpack.decode(body, type=endpoint.reply_type)
+
+    async def call_streaming(
+        self,
+        endpoint: StreamingEndpoint[Req, Rep, Ev],
+        request: Req,
+        on_event: Callable[[Ev], None],
+        *,
+        deadline_s: float,
+    ) -> Rep:
+        """Like :meth:`call`; ``on_event`` gets each event, in order, before the reply is returned."""
+
+        def decode(body: msgspec.Raw) -> None:
+            on_event(msgspec.msgpack.decode(body, type=endpoint.event_type))
+
+        body = await self._call(endpoint.name, request, deadline_s, decode)
+        return msgspec.msgpack.decode(body, type=endpoint.reply_type)
+
+    def fail(self, error: SteelyardError) -> None:
+        """End all pending calls with ``error``, and refuse new ones with it."""
+        if self._closed_by is None:
+            self._closed_by = error
+        for pending in self._pending.values():
+            if not pending.done.done():
+                pending.done.set_exception(error)
+
+    async def close(self) -> None:
+        """End the connection; pending calls fail."""
+        self.fail(RemoteFailed(f"the connection to {self._name} was closed by us"))
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+        self._writer.close()
+
+    async def _call(
+        self, method: str, request: Any, deadline_s: float, on_event: Callable[[msgspec.Raw], None] | None
+    ) -> msgspec.Raw:
+        if self._closed_by is not None:
+            raise self._closed_by
+        call_id = self._next_id
+        self._next_id += 1
+        pending = _PendingCall(method, asyncio.get_running_loop().create_future(), on_event)
+        self._pending[call_id] = pending
+        try:
+            self._writer.write(frames.encode(Frame(call_id, "call", method, _raw(request))))
+            return await asyncio.wait_for(pending.done, deadline_s)
+        except TimeoutError:
+            self._send_cancel(call_id)
+            raise DeadlineExceeded(f"{method} at {self._name}", (self._name,), deadline_s) from None
+        except asyncio.CancelledError:
+            self._send_cancel(call_id)
+            raise
+        finally:
+            del self._pending[call_id]
+
+    def _send_cancel(self, call_id: int) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(frames.encode(Frame(call_id, "cancel", "", frames.NOTHING)))
+
+    async def _read_answers(self) -> None:
+        ended: SteelyardError = RemoteFailed(f"the connection to {self._name} ended")
+        try:
+            while (frame := await frames.read(self._reader)) is not None:
+                pending = self._pending.get(frame.id)
+                if pending is not None and not pending.done.done():
+                    self._deliver(frame, pending)
+        except RemoteFailed as error:
+            ended = error
+        finally:
+            self.fail(ended)
+
+    def _deliver(self, frame: Frame, pending: "_PendingCall") -> None:
+        if frame.kind == "event":
+            if pending.on_event is not None:
+                pending.on_event(frame.body)
+        elif frame.kind == "reply":
+            pending.done.set_result(frame.body)
+        else:
+            pending.done.set_exception(frames.error_from(frame, self._name, pending.method))
+
+
+def _forget(calls: dict[int, "asyncio.Task[None]"], call_id: int, _done: "asyncio.Task[None]") -> None:
+    calls.pop(call_id, None)
+
+
+@dataclass(frozen=True)
+class _PendingCall:
+    method: str
+    done: "asyncio.Future[msgspec.Raw]"
+    on_event: Callable[[msgspec.Raw], None] | None
+
+
+def _raw(record: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(record))
+
+
+async def supervise(*loops: Coroutine[Any, Any, None]) -> None:
+    """Run loops until one ends or fails; then cancel the others, and raise the first failure.
+
+    The end of any loop ends all: a run never goes on with a part missing.
+    """
+    tasks = [asyncio.create_task(loop) for loop in loops]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()

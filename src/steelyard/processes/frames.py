@@ -1,0 +1,103 @@
+"""Frames on a Unix socket: a 4-byte big-endian length, then one msgpack array.
+
+A request is ``[id, "call", method, body]``; answers are ``[id, "reply", "", body]``, any number of
+``[id, "event", "", body]`` before it, or ``[id, "error", kind, body]`` with ``body = [reason, message]``.
+``[id, "cancel", "", nil]`` withdraws a request. msgpack only: no pickle ever crosses a process boundary.
+"""
+
+import asyncio
+import struct
+from typing import Literal
+
+import msgspec
+
+from steelyard import errors
+
+MAX_FRAME_BYTES = 512 << 20
+_LENGTH = struct.Struct(">I")
+
+FrameKind = Literal["call", "reply", "event", "error", "cancel"]
+
+
+class Frame(msgspec.Struct, array_like=True, frozen=True):
+    """One message in either direction; ``name`` is the method of a call or the kind of an error."""
+
+    id: int
+    kind: FrameKind
+    name: str
+    body: msgspec.Raw
+
+
+class ErrorBody(msgspec.Struct, array_like=True, frozen=True):
+    """Body of an error frame."""
+
+    reason: str
+    message: str
+
+
+_DECODER = msgspec.msgpack.Decoder(Frame)
+_ENCODER = msgspec.msgpack.Encoder()
+NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
+
+
+def encode(frame: Frame) -> bytes:
+    """The frame's bytes, length first.
+
+    Raises:
+        ValueError: the frame is larger than ``MAX_FRAME_BYTES``.
+    """
+    payload = _ENCODER.encode(frame)
+    if len(payload) > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame must be <= {MAX_FRAME_BYTES} bytes, got {len(payload)} ({frame.kind} {frame.name})")
+    return _LENGTH.pack(len(payload)) + payload
+
+
+async def read(reader: asyncio.StreamReader) -> Frame | None:
+    """The next frame, or None where the other side has closed.
+
+    Raises:
+        errors.RemoteFailed: the length or the payload is not one of ours.
+    """
+    try:
+        head = await reader.readexactly(_LENGTH.size)
+        (num_bytes,) = _LENGTH.unpack(head)
+        if num_bytes > MAX_FRAME_BYTES:
+            raise errors.RemoteFailed(f"a frame must be <= {MAX_FRAME_BYTES} bytes, got {num_bytes}")
+        return _DECODER.decode(await reader.readexactly(num_bytes))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    except msgspec.DecodeError as error:
+        raise errors.RemoteFailed(f"a frame must be a msgpack array of four, got {error}") from error
+
+
+_BY_MESSAGE: dict[str, type[errors.SteelyardError]] = {
+    cls.__name__: cls
+    for cls in (
+        errors.InputError,
+        errors.ConfigError,
+        errors.RunDirectoryError,
+        errors.RunError,
+        errors.StorageFailed,
+        errors.IllegalTransition,
+        errors.IntegrityError,
+        errors.EngineError,
+    )
+}
+
+
+def error_frame(call_id: int, error: BaseException) -> Frame:
+    """The frame that carries ``error`` to the caller."""
+    reason, message = (error.reason, error.detail) if isinstance(error, errors.Refused) else ("", str(error))
+    body = ErrorBody(reason=reason, message=message)
+    return Frame(call_id, "error", type(error).__name__, msgspec.Raw(_ENCODER.encode(body)))
+
+
+def error_from(frame: Frame, peer: str, method: str) -> errors.SteelyardError:
+    """The error that an error frame carries; an unknown kind becomes :class:`errors.RemoteFailed`."""
+    body = msgspec.msgpack.decode(frame.body, type=ErrorBody)
+    if frame.name == errors.Refused.__name__:
+        return errors.Refused(body.reason, body.message)
+    known = _BY_MESSAGE.get(frame.name)
+    if known is not None:
+        return known(body.message)
+    return errors.RemoteFailed(f"{method} at {peer} failed with {frame.name}: {body.message}")
