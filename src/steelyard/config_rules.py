@@ -1,0 +1,144 @@
+"""The arithmetic of a configuration: everything that can be known to be impossible before a start.
+
+Each rule says what must hold and what came instead, and what would fit where that can be computed.
+"""
+
+import math
+from collections.abc import Iterator
+
+from steelyard.config import Config
+from steelyard.errors import ConfigError
+
+
+def check(config: Config) -> None:
+    """Check every rule.
+
+    Raises:
+        ConfigError: the first rule that is broken, in the words of the field.
+    """
+    for problem in _problems(config):
+        raise ConfigError(problem)
+
+
+def _problems(config: Config) -> Iterator[str]:
+    yield from _minimums(config)
+    yield from _ranges(config)
+    yield from _batch_arithmetic(config)
+    yield from _room(config)
+    yield from _not_available(config)
+
+
+def _minimums(config: Config) -> Iterator[str]:
+    at_least: dict[str, tuple[float, float]] = {
+        "resources.rollout_gpus": (config.resources.rollout_gpus, 1),
+        "resources.train_gpus": (config.resources.train_gpus, 1),
+        "resources.reward_gpus": (config.resources.reward_gpus, 0),
+        "rollout.group_size": (config.rollout.group_size, 2),
+        "rollout.max_turns": (config.rollout.max_turns, 1),
+        "rollout.max_tokens": (config.rollout.max_tokens, 1),
+        "rollout.max_concurrent": (config.rollout.max_concurrent, 1),
+        "rollout.max_attempts": (config.rollout.max_attempts, 1),
+        "rollout.temperature": (config.rollout.temperature, 0),
+        "algorithm.min_scored": (config.algorithm.min_scored, 2),
+        "algorithm.kl_coef": (config.algorithm.kl_coef, 0),
+        "algorithm.entropy_coef": (config.algorithm.entropy_coef, 0),
+        "admission.max_policy_lag": (config.admission.max_policy_lag, 0),
+        "admission.max_stale_retries": (config.admission.max_stale_retries, 0),
+        "train.batch_size": (config.train.batch_size, 1),
+        "train.grad_accum_steps": (config.train.grad_accum_steps, 1),
+        "train.max_steps": (config.train.max_steps, 1),
+        "train.checkpoint_every": (config.train.checkpoint_every, 1),
+        "train.keep_checkpoints": (config.train.keep_checkpoints, 1),
+        "train.warmup_steps": (config.train.warmup_steps, 0),
+        "train.weight_decay": (config.train.weight_decay, 0),
+        "inference.max_running": (config.inference.max_running, 1),
+        "inference.prefill_chunk_tokens": (config.inference.prefill_chunk_tokens, 1),
+        "sandbox.max_processes": (config.sandbox.max_processes, 1),
+        "sandbox.num_warm": (config.sandbox.num_warm, 0),
+        "scoring.num_workers": (config.scoring.num_workers, 1),
+        "scoring.max_attempts": (config.scoring.max_attempts, 1),
+        "eval.num_tasks": (config.eval.num_tasks, 0),
+        "eval.num_unseen_templates": (config.eval.num_unseen_templates, 0),
+        "gateway.port": (config.gateway.port, 0),
+    }
+    for name, (value, minimum) in at_least.items():
+        if not value >= minimum:
+            yield f"{name} must be >= {minimum:g}, got {value}"
+
+
+def _ranges(config: Config) -> Iterator[str]:
+    positive = {
+        "train.learning_rate": config.train.learning_rate,
+        "train.max_grad_norm": config.train.max_grad_norm,
+        "train.step_deadline_s": config.train.step_deadline_s,
+        "rollout.lease_s": config.rollout.lease_s,
+        "rollout.turn_deadline_s": config.rollout.turn_deadline_s,
+        "admission.max_tail_wait_s": config.admission.max_tail_wait_s,
+        "sandbox.call_deadline_s": config.sandbox.call_deadline_s,
+        "scoring.deadline_s": config.scoring.deadline_s,
+        "weights.load_deadline_s": config.weights.load_deadline_s,
+        "runtime.start_deadline_s": config.runtime.start_deadline_s,
+        "runtime.stop_deadline_s": config.runtime.stop_deadline_s,
+        "inference.probe_tolerance": config.inference.probe_tolerance,
+    }
+    for name, value in positive.items():
+        if not (value > 0 and math.isfinite(value)):
+            yield f"{name} must be a finite number > 0, got {value}"
+    if not 0 < config.rollout.top_p <= 1:
+        yield f"rollout.top_p must be > 0 and <= 1, got {config.rollout.top_p}"
+    if not 0 < config.admission.max_drop_frac <= 1:
+        yield f"admission.max_drop_frac must be > 0 and <= 1, got {config.admission.max_drop_frac}"
+    if config.rollout.temperature == 0:
+        yield "rollout.temperature must be > 0 for training, got 0: greedy siblings are all alike"
+    if config.gateway.port > 65_535:
+        yield f"gateway.port must be <= 65535, got {config.gateway.port}"
+    if not 0 <= config.algorithm.clip_low < 1:
+        yield f"algorithm.clip_low must be >= 0 and < 1, got {config.algorithm.clip_low}"
+
+
+def _batch_arithmetic(config: Config) -> Iterator[str]:
+    batch, group = config.train.batch_size, config.rollout.group_size
+    ranks = config.resources.train_gpus * config.train.grad_accum_steps
+    unit = math.lcm(group, ranks)
+    fits = f"{max(unit, batch // unit * unit)} or {(batch // unit + 1) * unit} would fit"
+    if batch % group:
+        yield f"train.batch_size must be divisible by rollout.group_size ({group}), got {batch}; {fits}"
+    if batch % ranks:
+        accumulated = f"{config.resources.train_gpus} x {config.train.grad_accum_steps} = {ranks}"
+        yield (
+            "train.batch_size must be divisible by resources.train_gpus x train.grad_accum_steps "
+            f"({accumulated}), got {batch}; {fits}"
+        )
+    if config.algorithm.min_scored > group:
+        yield f"algorithm.min_scored must be <= rollout.group_size ({group}), got {config.algorithm.min_scored}"
+
+
+def _room(config: Config) -> Iterator[str]:
+    context = config.model.max_context_tokens
+    if config.rollout.max_tokens >= context:
+        yield f"rollout.max_tokens must be < model.max_context_tokens ({context}), got {config.rollout.max_tokens}"
+    if config.inference.kv_tokens < context:
+        yield f"inference.kv_tokens must be >= model.max_context_tokens ({context}), got {config.inference.kv_tokens}"
+    versions = config.admission.max_policy_lag + 2
+    if config.weights.max_retained_versions < versions:
+        yield (
+            f"weights.max_retained_versions must be >= admission.max_policy_lag + 2 ({versions}), "
+            f"got {config.weights.max_retained_versions}"
+        )
+
+
+def _not_available(config: Config) -> Iterator[str]:
+    if config.runtime.kind != "local":
+        yield f"runtime.kind must be local in this version, got {config.runtime.kind}"
+    if config.inference.engine != "local":
+        yield f"inference.engine must be local in this version, got {config.inference.engine}"
+    if config.resources.train_gpus != 1:
+        yield f"resources.train_gpus must be 1 in this version, got {config.resources.train_gpus}"
+    if config.resources.reward_gpus != 0:
+        yield f"resources.reward_gpus must be 0 in this version, got {config.resources.reward_gpus}"
+    if config.resources.total_gpus is not None:
+        yield f"resources.total_gpus must be unset in this version, got {config.resources.total_gpus}"
+    if config.model.reward is not None:
+        yield f"model.reward must be unset in this version, got {config.model.reward}"
+    if config.scheduler.enabled:
+        yield "scheduler.enabled must be false in this version, got true"
