@@ -61,7 +61,8 @@ class Server:
     def __init__(self) -> None:
         self._handlers: dict[str, tuple[type[Any], _Handler]] = {}
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.StreamWriter] = set()
+        self._is_closed = False
+        self._connections: dict[asyncio.StreamWriter, asyncio.Task[Any] | None] = {}
 
     def handle(self, endpoint: Endpoint[Req, Rep], handler: Callable[[Req], Awaitable[Rep]]) -> None:
         """Answer calls of ``endpoint`` with ``handler(request)``."""
@@ -90,16 +91,24 @@ class Server:
 
     async def close(self) -> None:
         """Stop listening and end all connections with their calls."""
+        self._is_closed = True
         if self._server is None:
             return
         self._server.close()
-        for writer in list(self._connections):
+        serving = [task for task in self._connections.values() if task is not None]
+        for writer in self._connections:
             writer.close()
+        # Closing feeds an end of file to each connection, whose task then ends by itself.
+        await asyncio.gather(*serving, return_exceptions=True)
         await self._server.wait_closed()
 
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._is_closed:
+            # Accepted by the event loop just before the listener was closed.
+            writer.close()
+            return
         calls: dict[int, asyncio.Task[None]] = {}
-        self._connections.add(writer)
+        self._connections[writer] = asyncio.current_task()
         try:
             while (frame := await frames.read(reader)) is not None:
                 if frame.kind == "cancel":
@@ -112,7 +121,7 @@ class Server:
         except RemoteFailed as error:
             logger.error("a connection was closed: %s", error)
         finally:
-            self._connections.discard(writer)
+            self._connections.pop(writer, None)
             pending = list(calls.values())
             for task in pending:
                 task.cancel()

@@ -1,0 +1,80 @@
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from steelyard import config_file
+from steelyard.config import Config
+from steelyard.errors import ConfigError, InputError
+
+
+def test_defaults_are_valid_and_survive_a_round_trip_through_yaml() -> None:
+    config = config_file.load(None)
+    assert config_file.from_tree(yaml.safe_load(config_file.to_yaml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rolout.max_turns=3", "rolout.max_turns is not a configuration key; the nearest is rollout.max_turns"),
+        ("train.max_step=3", "train.max_step is not a configuration key; the nearest is train.max_steps"),
+        ("train.batch_size=30", "train.batch_size must be divisible by rollout.group_size (8), got 30; 24 or 32 would"),
+        ("train.batch_size=many", "train.batch_size must be of type int, got str"),
+        ("model=3", "model must be a section of keys, got 3"),
+        ("rollout.top_p=0", "rollout.top_p must be > 0 and <= 1, got 0.0"),
+        ("rollout.temperature=.nan", "rollout.temperature must be >= 0, got nan"),
+        ("train.learning_rate=.inf", "train.learning_rate must be a finite number > 0, got inf"),
+        ("resources.train_gpus=0", "resources.train_gpus must be >= 1, got 0"),
+        ("resources.rollout_gpus=0", "resources.rollout_gpus must be >= 1, got 0"),
+        ("rollout.max_tokens=1024", "rollout.max_tokens must be < model.max_context_tokens (1024), got 1024"),
+        ("weights.max_retained_versions=2", "weights.max_retained_versions must be >= admission.max_policy_lag + 2"),
+        ("algorithm.min_scored=9", "algorithm.min_scored must be <= rollout.group_size (8), got 9"),
+        ("runtime=ray", "runtime.kind must be local in this version, got ray"),
+        ("runtime.kind=cloud", "runtime.kind "),
+        ("train.max_steps", "an override must look like train.max_steps=10, got 'train.max_steps'"),
+        ("train.max_steps.deep=1", "train.max_steps must be "),
+    ],
+)
+def test_a_bad_override_is_refused_with_the_name_of_its_field(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_file.load(None, [override])
+    assert str(caught.value).startswith(message)
+
+
+def test_small_numbers_in_scientific_notation_are_numbers() -> None:
+    assert config_file.load(None, ["train.learning_rate=1e-4"]).train.learning_rate == 1e-4
+
+
+def test_runtime_may_be_written_as_its_kind_alone_and_overridden() -> None:
+    tree = {"runtime": "local"}
+    assert config_file.from_tree(tree).runtime.kind == "local"
+
+
+def test_a_missing_file_and_one_that_is_no_mapping_are_input_errors(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="must be readable"):
+        config_file.load(tmp_path / "absent.yaml")
+    path = tmp_path / "list.yaml"
+    path.write_text("- 1\n- 2\n")
+    with pytest.raises(InputError, match="must be a mapping of keys, got a list"):
+        config_file.load(path)
+    path.write_text("a: [1\n")
+    with pytest.raises(InputError, match="must be YAML"):
+        config_file.load(path)
+
+
+@given(st.sampled_from(sorted(config_file.known_keys())), st.integers(0, 30), st.characters(categories=["Ll"]))
+def test_every_misspelt_key_is_refused_and_the_message_names_a_valid_key(key: str, at: int, letter: str) -> None:
+    spoilt = key[: at % len(key)] + letter + key[at % len(key) :]
+    keys = set(config_file.known_keys())
+    if spoilt in keys or "." not in spoilt or spoilt.startswith("environment.options."):
+        return
+    with pytest.raises(ConfigError) as caught:
+        config_file.load(None, [f"{spoilt}=1"])
+    named = str(caught.value).rsplit("the nearest is ", maxsplit=1)[-1]
+    assert named in keys or "must be a section" in str(caught.value)
+
+
+def test_groups_per_batch_is_the_batch_divided_by_the_group() -> None:
+    assert Config().groups_per_batch * Config().rollout.group_size == Config().train.batch_size
