@@ -54,7 +54,7 @@ def test_a_child_dies_with_its_parent_even_when_that_is_killed() -> None:
     )
     with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        pid = int(process.stdout.readline())
+        assert process.stdout.readline()
         process.kill()
         # The grandchild holds the pipe's other end: end of file means that it is gone.
         assert process.stdout.read() == b""

@@ -1,0 +1,21 @@
+"""What holds for every test: in CI nothing may be skipped or expected to fail."""
+
+import os
+
+import pytest
+
+IS_CI = os.environ.get("CI") == "true"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not IS_CI:
+        return
+    for kind in ("skipped", "xfailed"):
+        for report in terminalreporter.stats.get(kind, []):
+            terminalreporter.write_line(f"not allowed in CI: {kind} {report.nodeid}: {report.longrepr}")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if IS_CI and reporter is not None and (reporter.stats.get("skipped") or reporter.stats.get("xfailed")):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
