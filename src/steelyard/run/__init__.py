@@ -1,0 +1,1 @@
+"""The composition root: joins the stages into one run, in this process and its children."""

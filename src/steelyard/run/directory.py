@@ -1,0 +1,180 @@
+"""The run directory: where everything of a run is, and the lock that keeps it to one run at a time.
+
+::
+
+    runs/<name>-<NNN>/
+      config.yaml  journal.sqlite  traces/  artifacts/  batches/  weights/v000000/  checkpoints/step-000000/
+      metrics.jsonl  log.jsonl  logs/  report.html  run.lock
+"""
+
+import errno
+import fcntl
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from steelyard.errors import RunDirectoryError, StorageFailed
+
+_RUNS = Path("runs")
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths inside one run directory. ``path`` is absolute."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.sqlite"
+
+    @property
+    def traces(self) -> Path:
+        return self.path / "traces"
+
+    @property
+    def artifacts(self) -> Path:
+        return self.path / "artifacts"
+
+    @property
+    def batches(self) -> Path:
+        return self.path / "batches"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.jsonl"
+
+    @property
+    def process_logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "run.lock"
+
+    def version(self, version: int) -> Path:
+        """Directory of a policy version."""
+        return self.weights / f"v{version:06d}"
+
+    def make_folders(self) -> None:
+        """Make the folders that are missing.
+
+        Raises:
+            StorageFailed: the disk refuses.
+        """
+        folders = (self.traces, self.artifacts, self.batches, self.weights, self.checkpoints, self.process_logs)
+        try:
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageFailed(f"{self.path} must be writable, got: {error.strerror}") from None
+
+
+def new_directory(name: str, wanted: str | None) -> RunDirectory:
+    """Make the directory of a new run: ``wanted``, or the next free ``runs/<name>-<NNN>``.
+
+    Raises:
+        RunDirectoryError: ``wanted`` exists and is not empty; the message has the line to type.
+        StorageFailed: the disk refuses.
+    """
+    try:
+        if wanted is None:
+            return _next_numbered(name)
+        path = Path(wanted).absolute()
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            hint = (
+                f"; to go on with it, type: steelyard train --resume {wanted}"
+                if (path / "config.yaml").exists()
+                else ""
+            )
+            raise RunDirectoryError(f"run.dir must be new or empty, got {wanted} which is not empty{hint}")
+        return RunDirectory(path)
+    except OSError as error:
+        raise StorageFailed(f"run.dir must be writable, got {wanted or _RUNS}: {error.strerror}") from None
+
+
+def existing_directory(path: str) -> RunDirectory:
+    """The directory of a run that was started.
+
+    Raises:
+        RunDirectoryError: there is no run at ``path``.
+    """
+    directory = RunDirectory(Path(path).absolute())
+    if not directory.path.is_dir():
+        raise RunDirectoryError(f"RUN must be a run directory, got {path} which does not exist")
+    if not directory.config.is_file():
+        raise RunDirectoryError(f"RUN must be a run directory, got {path} which has no config.yaml")
+    return directory
+
+
+class RunLock:
+    """Exclusive right to a run directory, held by the open file: it ends with the process, however that ends."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._path = directory.lock
+        self._fd: int | None = None
+
+    def __enter__(self) -> Self:
+        """Take the lock.
+
+        Raises:
+            RunDirectoryError: another process holds it; names its pid.
+        """
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(fd)
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise StorageFailed(f"{self._path} must be lockable, got: {error.strerror}") from None
+            raise RunDirectoryError(f"{self._path.parent} is in use by another run (process {holder})") from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        self._fd = fd
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def _next_numbered(name: str) -> RunDirectory:
+    _RUNS.mkdir(exist_ok=True)
+    pattern = re.compile(re.escape(name) + r"-(\d+)$")
+    taken = [int(found[1]) for path in _RUNS.iterdir() if (found := pattern.match(path.name))]
+    number = max(taken, default=0) + 1
+    while True:
+        path = (_RUNS / f"{name}-{number:03d}").absolute()
+        try:
+            path.mkdir()
+            return RunDirectory(path)
+        except FileExistsError:
+            number += 1
