@@ -142,6 +142,46 @@ class Lease(Record, frozen=True, kw_only=True):
     expires_at_s: float
 
 
+class AttemptBinding(Record, frozen=True, kw_only=True):
+    """What a live attempt may ask of the policy. ``deadline_at_s`` ends its last model call."""
+
+    policy_version: int
+    sampling: Sampling
+    max_context_tokens: int
+    deadline_at_s: float
+
+
+class ChatRequest(Record, frozen=True, kw_only=True):
+    """One model call as a harness asks for it.
+
+    ``max_tokens`` and ``seed`` are wishes: the attempt's binding bounds the first and, where it has a
+    seed, overrides the second. ``stop`` are strings that end the text and are cut from it.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...] = ()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+
+class ChatReply(Record, frozen=True, kw_only=True):
+    """What a harness sees of one model call; tokens and log-probabilities go to the trace store.
+
+    ``finish_reason`` is ``stop`` or ``length``. ``context_full``: the prompt left no room, nothing was
+    sampled or recorded, and ``message`` is empty. ``num_malformed_calls``: tool calls that could not be
+    parsed and stay in the content as text.
+    """
+
+    request_id: str
+    message: Message
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_malformed_calls: int = 0
+    context_full: bool = False
+
+
 class VersionSpan(Record, frozen=True, kw_only=True):
     """From token ``start`` of a turn's generated tokens on, weights ``version`` sampled."""
 
@@ -272,6 +312,64 @@ class AttemptFailure(Record, frozen=True, kw_only=True):
     lost_tokens: int = 0
 
 
+# --- sandbox --------------------------------------------------------------------------------------
+
+
+class SandboxStatus(enum.StrEnum):
+    """How one run inside a sandbox ended. All but ``ok`` were caused by the code that ran."""
+
+    OK = "ok"
+    CRASHED = "crashed"
+    TIMED_OUT = "timed_out"
+    OUTPUT_LIMIT = "output_limit"
+    MEMORY_LIMIT = "memory_limit"
+    KILLED = "killed"
+
+
+class SandboxCall(Record, frozen=True, kw_only=True):
+    """Run ``program`` (Python source, UTF-8) once, as ``__main__``, for at most ``deadline_s`` of wall time."""
+
+    program: bytes
+    stdin: bytes = b""
+    deadline_s: float = 2.0
+
+
+class SandboxResult(Record, frozen=True, kw_only=True):
+    """What one run left. ``returncode`` is negative for a signal, None where nobody could see it.
+
+    ``stdout`` and ``stderr`` together hold at most ``sandbox.max_output_bytes``. They are data from
+    untrusted code: whatever they claim, only ``status`` and ``returncode`` come from our side.
+    """
+
+    status: SandboxStatus
+    stdout: bytes
+    stderr: bytes
+    returncode: int | None
+    duration_s: float
+
+
+class CallStatus(enum.StrEnum):
+    """How one call of an untrusted function ended."""
+
+    RETURNED = "returned"
+    RAISED = "raised"
+    TIMED_OUT = "timed_out"
+    CRASHED = "crashed"
+    NOT_RUN = "not_run"
+
+
+class CallResult(Record, frozen=True, kw_only=True):
+    """One call of an untrusted function: ``value`` is what it returned, ``error`` the last line of what it raised.
+
+    ``value`` is built of None, bool, int, float, str, list, tuple and dict only; it is data, never code.
+    ``not_run`` follows a call that timed out or crashed and took the rest of the run with it.
+    """
+
+    status: CallStatus
+    value: Any = None
+    error: str = ""
+
+
 # --- scoring --------------------------------------------------------------------------------------
 
 
@@ -284,6 +382,18 @@ class ScoreJob(Record, frozen=True, kw_only=True):
     artifact_digest: str
     end_reason: EndReason
     expires_at_s: float
+
+
+class Verdict(Record, frozen=True, kw_only=True):
+    """What a grader says of one artifact. ``value`` must be finite.
+
+    ``end_reason`` is set where the answer itself timed out or crashed; it overrides the attempt's own.
+    """
+
+    value: float
+    success: bool
+    end_reason: EndReason | None = None
+    detail: str = ""
 
 
 class Score(Record, frozen=True, kw_only=True):
