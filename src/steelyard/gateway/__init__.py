@@ -1,0 +1,1 @@
+"""The way of every model call: capability, prompt tokens, engine, record."""

@@ -1,0 +1,1 @@
+"""The HTTP dialects that the gateway speaks."""

@@ -1,0 +1,1 @@
+"""Where every sampled token is kept: open traces, sealed traces, the ledger and the blob store."""
