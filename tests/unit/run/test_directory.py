@@ -1,0 +1,60 @@
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from steelyard.errors import RunDirectoryError
+from steelyard.run.directory import RunDirectory, RunLock, existing_directory, new_directory
+
+
+def test_runs_are_numbered_after_the_highest_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "demo-007").mkdir(parents=True)
+    (tmp_path / "runs" / "demo-x").mkdir()
+    assert new_directory("demo", None).path == tmp_path / "runs" / "demo-008"
+    assert new_directory("other", None).path == tmp_path / "runs" / "other-001"
+
+
+def test_a_directory_with_a_run_in_it_is_refused_with_the_line_to_type(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("run: {}\n")
+    with pytest.raises(RunDirectoryError, match=f"type: steelyard train --resume {tmp_path}"):
+        new_directory("demo", str(tmp_path))
+
+
+def test_a_directory_with_other_files_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(RunDirectoryError, match=r"run.dir must be new or empty, got .* which is not empty$"):
+        new_directory("demo", str(tmp_path))
+
+
+def test_what_is_no_run_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="does not exist"):
+        existing_directory(str(tmp_path / "absent"))
+    with pytest.raises(RunDirectoryError, match=r"has no config\.yaml"):
+        existing_directory(str(tmp_path))
+
+
+def _hold_lock(path: Path, ready: "multiprocessing.synchronize.Event") -> None:
+    with RunLock(RunDirectory(path)):
+        ready.set()
+        ready.clear()
+        multiprocessing.Event().wait(60)
+
+
+def test_a_second_run_in_the_same_directory_is_refused_and_names_the_first(tmp_path: Path) -> None:
+    with RunLock(RunDirectory(tmp_path)), pytest.raises(RunDirectoryError, match=f"process {os.getpid()}"):  # noqa: SIM117
+        with RunLock(RunDirectory(tmp_path)):
+            raise AssertionError("two runs hold one lock")
+
+
+def test_the_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    holder = context.Process(target=_hold_lock, args=(tmp_path, ready))
+    holder.start()
+    assert ready.wait(30)
+    holder.kill()
+    holder.join(30)
+    with RunLock(RunDirectory(tmp_path)):
+        assert (tmp_path / "run.lock").read_text() == f"{os.getpid()}\n"
