@@ -127,7 +127,11 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
 
 
 class SandboxConfig(Section, frozen=True, kw_only=True):
-    """``process`` isolates nothing and must be chosen by name."""
+    """``process`` isolates nothing and must be chosen by name.
+
+    ``memory_bytes`` bounds each process of a sandbox, ``max_file_bytes`` each file, ``max_disk_bytes`` all files.
+    ``num_warm`` sandboxes are started ahead; at most ``max_alive`` exist at a time.
+    """
 
     kind: Literal["bubblewrap", "process"] = "bubblewrap"
     call_deadline_s: float = 2.0
@@ -135,7 +139,10 @@ class SandboxConfig(Section, frozen=True, kw_only=True):
     max_processes: int = 16
     max_output_bytes: int = 65_536
     max_file_bytes: int = 4 << 20
+    max_disk_bytes: int = 16 << 20
     num_warm: int = 4
+    max_alive: int = 128
+    start_deadline_s: float = 20.0
 
 
 class ScoringConfig(Section, frozen=True, kw_only=True):

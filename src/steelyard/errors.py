@@ -9,6 +9,7 @@
     |- RunError              a run failed; it can be resumed                (exit code 3)
     |   |- ProcessDied       a process of the run ended; carries the end of its log
     |   |- DeadlineExceeded  a wait ran out; names who was waited for
+    |   |- SandboxLost       a sandbox is gone or cannot be started; says whether the program did it
     |   |- StorageFailed     a disk or store refused a write (full, read-only, gone)
     |   `- RemoteFailed      the other side of a call answered with an error
     |- Refused               a fenced, late, double or unknown message; counted, never applied
@@ -73,6 +74,19 @@ class DeadlineExceeded(RunError):
         self.waited_s = waited_s
         who = ", ".join(culprits) or "nobody in particular"
         super().__init__(f"waited {waited_s:.1f} s for {what}; still missing: {who}")
+
+
+class SandboxLost(RunError):
+    """A sandbox is gone, refuses, or cannot be started.
+
+    Args:
+        message: what happened.
+        is_by_program: the code inside brought it down or filled it; then it is the agent's doing, not the system's.
+    """
+
+    def __init__(self, message: str, is_by_program: bool = False) -> None:
+        self.is_by_program = is_by_program
+        super().__init__(message)
 
 
 class StorageFailed(RunError):
