@@ -1,0 +1,1 @@
+"""Environments: tasks, tools and graders. The built-in one is ``repair``."""
