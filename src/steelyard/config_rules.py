@@ -46,7 +46,7 @@ def _minimums(config: Config) -> Iterator[str]:
         "admission.max_stale_retries": (config.admission.max_stale_retries, 0),
         "train.batch_size": (config.train.batch_size, 1),
         "train.grad_accum_steps": (config.train.grad_accum_steps, 1),
-        "train.max_steps": (config.train.max_steps, 1),
+        "train.max_steps": (config.train.max_steps, 0),
         "train.checkpoint_every": (config.train.checkpoint_every, 1),
         "train.keep_checkpoints": (config.train.keep_checkpoints, 1),
         "train.warmup_steps": (config.train.warmup_steps, 0),

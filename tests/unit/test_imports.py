@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "steelyard"
-BASE = {"types", "errors", "clock", "config", "config_file", "config_rules", "ids", "metrics", "digests", "log"}
+BASE = {"types", "errors", "clock", "config", "config_file", "config_rules", "ids", "metrics", "digests", "log", "durable"}
 STAGES = {
     "tasks", "coordinator", "harness", "sandbox", "environments", "gateway", "inference",
     "traces", "scoring", "assembly", "trainer", "weights",
