@@ -4,6 +4,9 @@ Right padding with causal attention needs no mask: a real token never sees the p
 its own row, so no token ever attends to another attempt. Samples are sorted by length and cut where the total
 padding, plus a fixed price for each micro-batch, is smallest; for rows sorted by length this cut is optimal among all
 groupings, since swapping rows between micro-batches never lowers their largest length.
+
+Samples whose advantage is exactly 0 get micro-batches of their own, behind the others: a trainer whose loss they
+cannot change may pass over them whole.
 """
 
 from collections.abc import Sequence
@@ -32,10 +35,14 @@ def pack(samples: Sequence[TrainingSample], budget_tokens: int) -> tuple[MicroBa
     for sample in samples:
         _check_sample(sample, budget_tokens)
     order = sorted(range(len(samples)), key=lambda i: (-len(samples[i].token_ids), i))
-    lengths = [len(samples[i].token_ids) for i in order]
-    return tuple(
-        _micro_batch([samples[i] for i in order[start:stop]]) for start, stop in cut_rows(lengths, budget_tokens)
-    )
+    micro_batches = []
+    for part in (
+        [samples[i] for i in order if samples[i].advantage != 0.0],
+        [samples[i] for i in order if samples[i].advantage == 0.0],
+    ):
+        runs = cut_rows([len(sample.token_ids) for sample in part], budget_tokens)
+        micro_batches += [_micro_batch(part[start:stop]) for start, stop in runs]
+    return tuple(micro_batches)
 
 
 def cut_rows(lengths: Sequence[int], budget_tokens: int) -> list[tuple[int, int]]:

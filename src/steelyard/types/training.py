@@ -54,7 +54,12 @@ class StepBatch(Record, frozen=True, kw_only=True):
 
 
 class StepReport(Record, frozen=True, kw_only=True):
-    """What the trainer says of one step; ``version`` is the version that it produced."""
+    """What the trainer says of one step; ``version`` is the version that it produced.
+
+    ``num_tokens`` and ``num_loss_tokens`` count the whole batch; of it, ``num_skipped_samples`` (with
+    ``num_skipped_tokens``) had advantage 0 and were trained without computing, as they add exactly nothing.
+    ``kl``, ``ratio_*``, ``clip_frac`` and ``entropy`` are over the tokens that were computed.
+    """
 
     step: int
     version: int
@@ -69,3 +74,5 @@ class StepReport(Record, frozen=True, kw_only=True):
     num_tokens: int
     num_loss_tokens: int
     duration_s: float
+    num_skipped_samples: int = 0
+    num_skipped_tokens: int = 0

@@ -67,6 +67,14 @@ def test_rows_of_similar_length_share_a_micro_batch() -> None:
     assert [m.attempt_ids for m in packed] == [("att_1", "att_3"), ("att_0", "att_2")]
 
 
+def test_samples_without_signal_share_no_micro_batch_with_others() -> None:
+    samples = [
+        make_sample([1, 2, 3], [0, 1, 1], attempt_id=f"att_{i}", advantage=advantage)
+        for i, advantage in enumerate([0.0, 1.0, -0.0, -1.0])
+    ]
+    assert [m.attempt_ids for m in pack(samples, 100)] == [("att_1", "att_3"), ("att_0", "att_2")]
+
+
 @given(lengths_lists, st.integers(300, 1000))
 def test_cuts_cover_all_rows_in_order(lengths: list[int], budget: int) -> None:
     runs = cut_rows(lengths, budget)

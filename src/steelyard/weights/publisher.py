@@ -1,0 +1,154 @@
+"""Publication of a version: whole and durable, or not there.
+
+::
+
+    temporary directory -> weights -> config, tokenizer -> manifest (last) -> fsync -> rename -> fsync of the parent
+"""
+
+import json
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from steelyard.digests import digest_bytes
+from steelyard.durable import (
+    FaultHook,
+    link_or_copy,
+    new_temporary,
+    no_fault,
+    publish_directory,
+    storage_errors,
+    write_durably,
+)
+from steelyard.errors import IntegrityError
+from steelyard.types import FileDigest, Manifest, ParameterDigest, Probe
+from steelyard.weights.manifest import (
+    COMPANION_NAMES,
+    CONFIG_NAME,
+    MANIFEST_NAME,
+    WEIGHTS_NAME,
+    encode_manifest,
+    file_digest,
+    model_config_digest,
+    read_manifest,
+    read_model_config,
+    template_digest,
+    tokenizer_digest,
+    version_dir_name,
+    weights_digest,
+)
+from steelyard.weights.parameters import dtype_name, parameter_digests, published_tensors
+from steelyard.weights.probe import probe_logprobs, probe_sequences, separates
+
+FAULT_POINTS = ("begun", "weights_written", "files_linked", "manifest_written", "before_rename", "renamed", "published")
+
+
+class VersionPublisher:
+    """Writes versions into ``root``, taking config and tokenizer files from ``model_dir``.
+
+    Args:
+        root: the ``weights/`` directory of the run.
+        model_dir: Hugging Face directory that the run started from (or a checkpoint, which holds the same files).
+        probe_tolerance: by how much a replica's log-probabilities may differ, in nats.
+        fault: called with each of ``FAULT_POINTS``, in order; tests kill the process there.
+    """
+
+    def __init__(self, root: Path, model_dir: Path, probe_tolerance: float, fault: FaultHook = no_fault) -> None:
+        self._root = root
+        self._model_dir = model_dir
+        self._probe_tolerance = probe_tolerance
+        self._fault = fault
+
+    def weights_digest(self, module: torch.nn.Module) -> str:
+        """Digest of the weights in memory; equals ``Manifest.weights_digest`` of a version published from them."""
+        return weights_digest(parameter_digests(published_tensors(module)))
+
+    def publish(self, module: torch.nn.Module, *, version: int, step: int, parent_version: int | None) -> Manifest:
+        """Publish the module's weights as ``version``.
+
+        A version that is already published with the same weights is left as it is and its manifest returned, so
+        that publication can be repeated after a crash.
+
+        Raises:
+            IntegrityError: the version is already published with other weights; ids are never reused.
+            StorageFailed: the disk refused; no version appears.
+        """
+        tensors = published_tensors(module)
+        parameters = parameter_digests(tensors)
+        final = self._root / version_dir_name(version)
+        if final.exists():
+            return _published_before(final, parameters)
+        probe = self._probe(module, parent_version)
+        with storage_errors(f"version {version}"):
+            temporary = new_temporary(final)
+            self._fault("begun")
+            files = [self._write_weights(temporary, tensors)]
+            self._fault("weights_written")
+            files += self._write_companions(temporary, dtype_name(next(iter(tensors.values())).dtype), parent_version)
+            self._fault("files_linked")
+            manifest = Manifest(
+                version=version,
+                step=step,
+                parent_version=parent_version,
+                files=tuple(files),
+                parameters=parameters,
+                weights_digest=weights_digest(parameters),
+                model_config_digest=model_config_digest(temporary),
+                tokenizer_digest=tokenizer_digest(temporary),
+                template_digest=template_digest(temporary),
+                dtype=parameters[0].dtype,
+                probe=probe,
+            )
+            write_durably(temporary / MANIFEST_NAME, encode_manifest(manifest))
+            self._fault("manifest_written")
+            publish_directory(temporary, final, self._fault)
+            self._fault("published")
+        return manifest
+
+    def _write_weights(self, directory: Path, tensors: dict[str, torch.Tensor]) -> FileDigest:
+        contiguous = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        data = safetensors.torch.save(contiguous, metadata={"format": "pt"})
+        write_durably(directory / WEIGHTS_NAME, data)
+        return FileDigest(name=WEIGHTS_NAME, num_bytes=len(data), digest=digest_bytes(data))
+
+    def _write_companions(self, directory: Path, dtype: str, parent_version: int | None) -> list[FileDigest]:
+        """config.json with the dtype of what is published, and links to the files that never change.
+
+        The first version copies them, so that nobody's edit of the model directory reaches into the run; later ones
+        link their parent's.
+        """
+        config = json.loads((self._model_dir / CONFIG_NAME).read_bytes())
+        config.pop("torch_dtype", None)
+        config["dtype"] = dtype
+        write_durably(directory / CONFIG_NAME, json.dumps(config, indent=2, sort_keys=True).encode() + b"\n")
+        parent = None if parent_version is None else self._root / version_dir_name(parent_version)
+        for name in COMPANION_NAMES:
+            if parent is not None and (parent / name).is_file():
+                link_or_copy(parent / name, directory / name)
+            elif (self._model_dir / name).is_file():
+                write_durably(directory / name, (self._model_dir / name).read_bytes())
+        return [file_digest(path) for path in sorted(directory.iterdir()) if path.name != WEIGHTS_NAME]
+
+    def _probe(self, module: torch.nn.Module, parent_version: int | None) -> Probe:
+        sequences = probe_sequences(read_model_config(self._model_dir)["vocab_size"])
+        logprobs = probe_logprobs(module, sequences)
+        parent = None
+        if parent_version is not None:
+            parent = read_manifest(self._root / version_dir_name(parent_version)).probe
+        return Probe(
+            sequences=sequences,
+            logprobs=logprobs,
+            separates_parent=separates(parent, logprobs, self._probe_tolerance),
+        )
+
+
+def _published_before(final: Path, parameters: tuple[ParameterDigest, ...]) -> Manifest:
+    manifest = read_manifest(final)
+    digest = weights_digest(parameters)
+    if manifest.weights_digest != digest:
+        raise IntegrityError(
+            f"version {manifest.version} is published with weights {manifest.weights_digest}; it must not be published "
+            f"again with weights {digest}: version ids are never reused"
+        )
+    return manifest
