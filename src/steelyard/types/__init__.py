@@ -23,7 +23,7 @@ from steelyard.types.outcomes import Effects, EndReason, FinishReason, Outcome, 
 from steelyard.types.record import Record
 from steelyard.types.sandbox import CallResult, CallStatus, SandboxCall, SandboxResult, SandboxStatus
 from steelyard.types.scoring import Score, ScoreJob, Verdict
-from steelyard.types.tasks import Message, Sampling, Task, ToolCall, ToolSpec
+from steelyard.types.tasks import Message, Sampling, Task, TaskRef, ToolCall, ToolSpec
 from steelyard.types.traces import SealedTrace, ToolRecord, Trace, Turn
 from steelyard.types.training import MicroBatch, StepBatch, StepReport, TrainingSample
 from steelyard.types.weights import FileDigest, LoadProof, Manifest, ParameterDigest, Probe
@@ -63,6 +63,7 @@ __all__ = [
     "StepBatch",
     "StepReport",
     "Task",
+    "TaskRef",
     "TokenChunk",
     "ToolCall",
     "ToolRecord",

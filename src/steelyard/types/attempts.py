@@ -33,7 +33,10 @@ class AttemptBinding(Record, frozen=True, kw_only=True):
 
 
 class AttemptFailure(Record, frozen=True, kw_only=True):
-    """The system could not carry an attempt through. Never a reward."""
+    """The system could not carry an attempt through. Never a reward.
+
+    ``made_external_call``: a tool with external effects ran, so the rollout is not retried by itself.
+    """
 
     attempt_id: str
     attempt_number: int
@@ -41,6 +44,7 @@ class AttemptFailure(Record, frozen=True, kw_only=True):
     reason: str
     detail: str = ""
     lost_tokens: int = 0
+    made_external_call: bool = False
 
 
 class ArtifactReport(Record, frozen=True, kw_only=True):

@@ -46,6 +46,15 @@ class Task(Record, frozen=True, kw_only=True):
     public: bytes = b""
 
 
+class TaskRef(Record, frozen=True, kw_only=True):
+    """A place in a task stream: which task comes at ``position`` (0, 1, 2, ...), and in which pass over all tasks."""
+
+    position: int
+    epoch: int
+    task_index: int
+    task_id: str
+
+
 class Sampling(Record, frozen=True, kw_only=True):
     """How to sample. ``temperature`` 0 is greedy; recorded log-probabilities are then at temperature 1."""
 

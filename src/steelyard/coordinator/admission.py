@@ -1,0 +1,214 @@
+"""What to admit, accept, retry, train and give up: pure decisions over the state. No I/O, no clock.
+
+Pacing (DESIGN section 4). With lag bound L, batches of B groups, and r the step of the newest READY version, at most
+``(r + L + 1) * B`` groups have ever been admitted and not dropped. A group admitted at step v is due at step v + L. So
+when step s chooses, the unconsumed due groups were admitted at r <= s - L, hence are at most
+``(s - L + L + 1) * B - s * B = B``: they always fit into the batch, and no trajectory has to be thrown away for age.
+"""
+
+from dataclasses import dataclass
+
+from steelyard.coordinator import events as e
+from steelyard.coordinator.entities import Group, Rollout, State
+from steelyard.coordinator.records import CoordinatorSettings
+from steelyard.coordinator.transitions import GroupState, RolloutState
+from steelyard.types import Purpose
+
+
+def capacity(state: State, settings: CoordinatorSettings) -> int:
+    """How many more training groups may be admitted now."""
+    newest = state.newest_ready
+    if newest is None:
+        return 0
+    steps_ahead = newest.step + settings.rules.max_policy_lag + 1
+    if settings.max_steps is not None:
+        steps_ahead = min(steps_ahead, settings.max_steps)
+    return max(0, steps_ahead * settings.rules.groups_per_batch - state.prompts.not_dropped)
+
+
+def lag_of(state: State, step: int, oldest_version: int) -> int:
+    """``step`` minus the step of the oldest version that sampled a token, in optimizer steps."""
+    return step - state.versions[oldest_version].step
+
+
+def group_lag(state: State, step: int, group: Group) -> int:
+    """The largest lag of an accepted member of ``group`` if step ``step`` consumes it."""
+    lags = [lag_of(state, step, r.report.trace.oldest_version) for r in group.accepted() if r.report is not None]
+    return max(lags, default=0)
+
+
+# --- ends of attempts -----------------------------------------------------------------------------
+
+
+def after_score(state: State, settings: CoordinatorSettings, rollout: Rollout, at_s: float) -> e.AnyEvent:
+    """ACCEPTED, or REJECTED where the next step to begin would already be beyond the lag bound."""
+    assert rollout.report is not None and rollout.attempt_id is not None
+    if rollout.group.purpose is Purpose.TRAIN:
+        lag = lag_of(state, state.next_step, rollout.report.trace.oldest_version)
+        if lag > settings.rules.max_policy_lag:
+            return e.Rejected(at_s=at_s, attempt_id=rollout.attempt_id, reason=e.RejectReason.STALE)
+    return e.Accepted(at_s=at_s, attempt_id=rollout.attempt_id)
+
+
+def after_failure(settings: CoordinatorSettings, rollout: Rollout, at_s: float, may_retry: bool) -> e.AnyEvent:
+    """RETRIED with back-off while there is budget left, else CANCELLED. Read after the failure was applied."""
+    if not may_retry:
+        return e.RolloutCancelled(at_s=at_s, rollout_id=rollout.rollout_id, reason="external_call")
+    if rollout.num_failures >= settings.max_attempts:
+        return e.RolloutCancelled(at_s=at_s, rollout_id=rollout.rollout_id, reason="budget")
+    wait_s = 0.0
+    if rollout.num_failures:
+        wait_s = min(settings.max_backoff_s, settings.retry_backoff_s * 2.0 ** (rollout.num_failures - 1))
+    return e.RolloutRetried(at_s=at_s, rollout_id=rollout.rollout_id, not_before_s=at_s + wait_s)
+
+
+def after_grader_failure(settings: CoordinatorSettings, rollout: Rollout, at_s: float) -> e.AnyEvent | None:
+    """CANCELLED once the grading budget is used up; None: score the same artifact again."""
+    if rollout.num_grader_failures < settings.max_grader_attempts:
+        return None
+    return e.RolloutCancelled(at_s=at_s, rollout_id=rollout.rollout_id, reason="grader_failed")
+
+
+def close_group(settings: CoordinatorSettings, group: Group, at_s: float) -> e.AnyEvent | None:
+    """How a group whose rollouts are all terminal closes; None while one is not."""
+    if group.num_open or group.state is not GroupState.OPEN:
+        return None
+    if group.purpose is Purpose.EVALUATION:
+        return e.GroupEvaluated(at_s=at_s, group_id=group.group_id)
+    if group.num_accepted >= settings.rules.min_scored:
+        return e.GroupCompleted(at_s=at_s, group_id=group.group_id)
+    all_cancelled = all(rollout.state is RolloutState.CANCELLED for rollout in group.rollouts)
+    reason = e.DropReason.BUDGET if all_cancelled else e.DropReason.INCOMPLETE
+    return e.GroupDropped(at_s=at_s, group_id=group.group_id, reason=reason)
+
+
+def exceeds_drop_frac(state: State, settings: CoordinatorSettings) -> bool:
+    """Whether drops by failure are above ``max_drop_frac`` of the groups issued; needs a batch's worth of support."""
+    chosen = (e.DropReason.END_OF_RUN, e.DropReason.CANCELLED, e.DropReason.FILTERED)
+    failed = sum(count for reason, count in state.prompts.dropped.items() if reason not in chosen)
+    enough = state.prompts.issued >= settings.rules.groups_per_batch
+    return enough and failed > settings.max_drop_frac * state.prompts.issued
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What step ``step`` can do now.
+
+    ``groups``: a whole batch, or empty. ``stale``: groups to replace first (beyond the lag bound, too old, or
+    waited for too long). ``waits_for``: due groups that are not complete. ``num_missing``: complete groups short of
+    a batch. ``look_again_s``: when, without any event, the answer may change.
+    """
+
+    groups: tuple[Group, ...]
+    stale: tuple[Group, ...]
+    waits_for: tuple[Group, ...]
+    num_missing: int
+    look_again_s: float | None
+
+
+def choose_batch(
+    state: State, settings: CoordinatorSettings, step: int, now_s: float, waiting_since_s: float
+) -> Choice:
+    """All due groups and the oldest COMPLETE ones, exactly a batch of groups; or what keeps it from that.
+
+    Args:
+        step: the optimizer step that is about to begin.
+        now_s: the present.
+        waiting_since_s: when this step began to wait.
+    """
+    live = sorted((g for g in state.live_groups.values() if g.purpose is Purpose.TRAIN), key=lambda g: g.order)
+    complete = [group for group in live if group.state is GroupState.COMPLETE]
+    stale = [group for group in complete if is_stale(state, settings, step, now_s, group)]
+    due = [group for group in live if group.admitted_step <= step - settings.rules.max_policy_lag]
+    late_at = {g.group_id: max(waiting_since_s, g.admitted_at_s) + settings.max_tail_wait_s for g in due}
+    waits_for = [group for group in due if group.state is GroupState.OPEN]
+    stale += [group for group in waits_for if now_s >= late_at[group.group_id]]
+    due_ids = {group.group_id for group in due}
+    fitting = [group for group in complete if group not in stale]
+    fitting.sort(key=lambda group: (group.group_id not in due_ids, group.order))
+    size = settings.rules.groups_per_batch
+    is_whole = not stale and not waits_for and len(fitting) >= size
+    return Choice(
+        groups=tuple(sorted(fitting[:size], key=lambda group: group.order)) if is_whole else (),
+        stale=tuple(stale),
+        waits_for=tuple(waits_for),
+        num_missing=max(0, size - len(fitting)),
+        look_again_s=min((late_at[group.group_id] for group in waits_for), default=None),
+    )
+
+
+def is_stale(state: State, settings: CoordinatorSettings, step: int, now_s: float, group: Group) -> bool:
+    """Whether a COMPLETE group may not be consumed by ``step``: the second check of lag and age."""
+    if settings.max_age_s is not None and now_s - group.admitted_at_s > settings.max_age_s:
+        return True
+    return group_lag(state, step, group) > settings.rules.max_policy_lag
+
+
+def too_stale(settings: CoordinatorSettings, group: Group) -> bool:
+    """Whether a stale group has been replaced as often as it may be."""
+    return group.num_stale_restarts >= settings.max_stale_retries
+
+
+# --- versions -------------------------------------------------------------------------------------
+
+
+def releasable(state: State, reading: frozenset[int] = frozenset()) -> tuple[int, ...]:
+    """Versions that no attempt samples from or will: older than the newest READY, not evaluated, not being loaded."""
+    newest = state.newest_ready
+    if newest is None:
+        return ()
+    evaluated = evaluating(state)
+    return tuple(
+        sorted(
+            number
+            for number in state.unreleased
+            if state.versions[number].step < newest.step
+            and state.versions[number].num_live == 0
+            and number not in evaluated
+            and number not in reading
+        )
+    )
+
+
+def evaluating(state: State) -> frozenset[int]:
+    """Versions that open evaluation groups are bound to."""
+    return frozenset(evaluation.version for evaluation in state.evaluations.values() if evaluation.open_groups)
+
+
+def references(state: State, reading: frozenset[int] = frozenset()) -> dict[int, tuple[str, ...]]:
+    """Who still needs the files of each version that is not DELETED; an empty tuple is nobody.
+
+    ``reading``: versions whose files somebody is loading right now.
+    """
+    newest = state.newest_ready
+    evaluated = evaluating(state)
+    return {
+        number: tuple(_reasons(state, number, newest.version if newest else None, evaluated, reading))
+        for number, version in state.versions.items()
+        if version.state != "DELETED"
+    }
+
+
+def _reasons(
+    state: State, number: int, newest: int | None, evaluated: frozenset[int], reading: frozenset[int]
+) -> list[str]:
+    version = state.versions[number]
+    reasons = [f"pinned by {label}" for label in sorted(version.labels)]
+    if version.num_live:
+        reasons.append(f"{version.num_live} live attempts")
+    if number in evaluated:
+        reasons.append("an evaluation")
+    if number in reading:
+        reasons.append("a load in progress")
+    if version.is_orphaned:
+        return reasons
+    if newest is None or number == newest or version.step > state.versions[newest].step:
+        reasons.append("the newest READY version or newer")
+    elif number == state.versions[newest].parent_version:
+        reasons.append("the predecessor of the newest READY version")
+    if version.step in state.checkpoints or (not state.checkpoints and version.step == 0):
+        reasons.append(f"the checkpoint of step {version.step}")
+    return reasons

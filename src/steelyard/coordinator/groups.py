@@ -1,0 +1,133 @@
+"""Groups as a whole: admitted, closed, replaced, dropped."""
+
+from typing import Protocol
+
+from steelyard.coordinator import admission
+from steelyard.coordinator import events as e
+from steelyard.coordinator.core import Core
+from steelyard.coordinator.entities import Group
+from steelyard.coordinator.transitions import HELD, TERMINAL
+from steelyard.errors import RunError
+from steelyard.types import Purpose, TaskRef
+
+
+class TaskStream(Protocol):
+    """Prompts in a fixed order that depends on nothing but the position."""
+
+    def at(self, position: int) -> TaskRef | None:
+        """The task at ``position``, from 0 on; None where the stream has ended."""
+        ...
+
+
+class Groups:
+    """Actions on whole groups. The frontier of the task stream is the number of groups ever admitted from it."""
+
+    def __init__(self, core: Core, stream: TaskStream | None) -> None:
+        self._core = core
+        self._stream = stream
+        self.is_exhausted = stream is None
+        self.is_draining = False
+
+    def admit(self) -> int:
+        """Admit as many training groups as the lag bound has room for; how many."""
+        core, state = self._core, self._core.state
+        num_admitted = 0
+        newest = state.newest_ready
+        room = 0 if self.is_draining or self._stream is None else admission.capacity(state, core.settings)
+        while num_admitted < room and newest is not None and self._stream is not None:
+            task = self._stream.at(state.next_position)
+            if task is None:
+                self.is_exhausted = True
+                break
+            core.record(
+                e.GroupAdmitted(
+                    at_s=core.now_s(),
+                    group_id=core.ids.new("grp"),
+                    task_id=task.task_id,
+                    task_index=task.task_index,
+                    stream_position=state.next_position,
+                    purpose=Purpose.TRAIN,
+                    label=None,
+                    rollout_ids=self._new_rollouts(core.settings.rules.group_size),
+                    admitted_version=newest.version,
+                    bound_version=None,
+                    sampling=core.settings.sampling,
+                    max_turns=core.settings.max_turns,
+                )
+            )
+            num_admitted += 1
+        return num_admitted
+
+    def settle(self, group: Group) -> None:
+        """Close the group if all its rollouts are terminal."""
+        event = admission.close_group(self._core.settings, group, self._core.now_s())
+        if event is None:
+            return
+        self._core.record(event)
+        if isinstance(event, e.GroupDropped):
+            self._after_drop(event)
+
+    def replace(self, group: Group, reason: e.RestartReason) -> None:
+        """Start the prompt again with new rollouts, or drop it as too stale where that was done too often."""
+        core = self._core
+        if reason is e.RestartReason.STALE and admission.too_stale(core.settings, group):
+            self.drop(group, e.DropReason.TOO_STALE)
+            return
+        self._cancel_open(group, reason.value)
+        event = e.GroupRestarted(
+            at_s=core.now_s(),
+            group_id=group.group_id,
+            reason=reason,
+            rollout_ids=self._new_rollouts(len(group.rollouts)),
+            admitted_version=self._admission_version(),
+        )
+        core.record(event)
+
+    def drop(self, group: Group, reason: e.DropReason) -> None:
+        """Give a group up; what its members sampled is booked under ``reason``."""
+        self._cancel_open(group, reason.value)
+        event = e.GroupDropped(at_s=self._core.now_s(), group_id=group.group_id, reason=reason)
+        self._core.record(event)
+        self._after_drop(event)
+
+    def drop_all(self, reason: e.DropReason) -> None:
+        """Give up every live group and admit no more."""
+        self.is_draining = True
+        for group in list(self._core.state.live_groups.values()):
+            self.drop(group, reason)
+
+    def _after_drop(self, event: e.GroupDropped) -> None:
+        core = self._core
+        core.counters.add(f"dropped.{event.reason.value}")
+        if admission.exceeds_drop_frac(core.state, core.settings):
+            dropped = {str(reason): count for reason, count in core.state.prompts.dropped.items()}
+            limit = core.settings.max_drop_frac
+            core.fail(
+                RunError(
+                    f"admission.max_drop_frac: at most {limit} of all groups may be dropped, "
+                    f"got {dropped} of {core.state.prompts.issued}"
+                )
+            )
+        self.admit()
+
+    def _cancel_open(self, group: Group, reason: str) -> None:
+        core = self._core
+        for rollout in group.rollouts:
+            if rollout.state in TERMINAL:
+                continue
+            is_held = rollout.state in HELD and rollout.attempt_id is not None
+            lost_tokens = core.open_traces.discard(rollout.attempt_id or "") if is_held else 0
+            core.record(
+                e.RolloutCancelled(
+                    at_s=core.now_s(), rollout_id=rollout.rollout_id, reason=reason, lost_tokens=lost_tokens
+                )
+            )
+
+    def _admission_version(self) -> int:
+        """The newest READY version; after an orphaning perhaps the newest surviving one, about to be loaded."""
+        state = self._core.state
+        newest = state.newest_ready
+        return newest.version if newest else state.lineage[max(state.lineage)]
+
+    def _new_rollouts(self, count: int) -> tuple[str, ...]:
+        return tuple(self._core.ids.new("rol") for _ in range(count))

@@ -1,0 +1,1 @@
+"""The journal: the run's only durable truth, an append-only chain of events."""

@@ -1,0 +1,285 @@
+"""Leases of attempts: granted, renewed, expired, ended. An attempt is a fencing token; an ended one is refused."""
+
+import heapq
+from dataclasses import dataclass
+
+import msgspec
+
+from steelyard.coordinator import admission
+from steelyard.coordinator import effects as fx
+from steelyard.coordinator import events as e
+from steelyard.coordinator.core import Core, short
+from steelyard.coordinator.entities import Group, Rollout
+from steelyard.coordinator.groups import Groups
+from steelyard.coordinator.transitions import HELD, RolloutState, VersionState
+from steelyard.digests import digest_bytes
+from steelyard.types import ArtifactReport, AttemptFailure, Lease, Outcome, Sampling
+
+
+@dataclass(order=True, frozen=True, slots=True)
+class _Waiting:
+    """Retries of admitted groups need no new slot and go first; then the oldest group."""
+
+    is_new: bool
+    order: int
+    rollout_id: str
+
+
+class Leases:
+    """The queue of rollouts that can be leased, and the clock of those that are.
+
+    Renewals are not journalled: after a recovery every lease gets one full period.
+    """
+
+    def __init__(self, core: Core, groups: Groups) -> None:
+        self._core = core
+        self._groups = groups
+        self._ready: list[_Waiting] = []
+        self._delayed: list[tuple[float, _Waiting]] = []
+        self._expires_at_s: dict[str, float] = {}
+        self._expiries: list[tuple[float, str]] = []
+        core.subscribe(fx.WorkWaits, self._on_work)
+        core.subscribe(fx.AttemptBegan, self._on_began)
+        core.subscribe(fx.AttemptEnded, self._on_ended)
+        core.subscribe(fx.VersionChanged, lambda _: core.work.notify())
+
+    def grant(self, worker_id: str, max_leases: int) -> tuple[Lease, ...]:
+        """Lease up to ``max_leases`` rollouts to a worker, each bound to a READY version."""
+        granted: list[Lease] = []
+        set_aside: list[_Waiting] = []
+        while self._ready and len(granted) < max_leases and not self._groups.is_draining:
+            waiting = heapq.heappop(self._ready)
+            rollout = self._core.state.rollouts.get(waiting.rollout_id)
+            if rollout is None or rollout.state is not RolloutState.PENDING:
+                continue
+            version = self._version_for(rollout.group)
+            if version is None:
+                set_aside.append(waiting)
+                continue
+            granted.append(self._grant_one(worker_id, rollout, version))
+        for waiting in set_aside:
+            heapq.heappush(self._ready, waiting)
+        return tuple(granted)
+
+    def start(self, worker_id: str | None, attempt_id: str, attempt_number: int) -> None:
+        """The worker has begun. Idempotent while the attempt runs.
+
+        Raises:
+            Refused: the attempt is not live, is another worker's, or is over.
+        """
+        rollout = self._held(attempt_id, attempt_number, worker_id)
+        if rollout.state is RolloutState.LEASED:
+            self._core.record(e.Running(at_s=self._core.now_s(), attempt_id=attempt_id))
+
+    def heartbeat(self, worker_id: str, attempt_ids: tuple[str, ...]) -> tuple[str, ...]:
+        """Renew the leases that ``worker_id`` holds; the attempts that it must stop."""
+        dead = []
+        until_s = self._core.now_s() + self._core.settings.lease_s
+        for attempt_id in attempt_ids:
+            rollout = self._core.state.attempts.get(attempt_id)
+            if rollout is None or rollout.state not in HELD or rollout.worker_id != worker_id:
+                dead.append(attempt_id)
+            else:
+                self._expires_at_s[attempt_id] = until_s
+        return tuple(dead)
+
+    def finish(self, report: ArtifactReport) -> None:
+        """The trace is sealed and the artifact durable.
+
+        Raises:
+            Refused: ``late``, ``expired``, ``unknown``, ``foreign``; ``double`` where another report came before.
+                An identical one is counted and accepted again.
+        """
+        core = self._core
+        rollout = core.attempt(report.attempt_id, report.attempt_number)
+        if rollout.state not in HELD:
+            if rollout.report == report:
+                core.counters.add("duplicate.artifact_ready")
+                return
+            raise core.refuse("double", f"attempt {report.attempt_id} is {rollout.state} already")
+        if report.trace.attempt_id != report.attempt_id:
+            raise core.refuse("foreign", f"{report.attempt_id} reports the trace of {report.trace.attempt_id}")
+        trace = report.trace
+        wrong = {trace.oldest_version, trace.newest_version} - {rollout.policy_version}
+        if core.settings.is_pinned and trace.num_tokens and wrong:
+            detail = (
+                f"attempt {report.attempt_id} is bound to version {rollout.policy_version}, sampled {sorted(wrong)}"
+            )
+            self.fail(rollout, Outcome.INFRA_FAILED, "wrong_version", detail, lost_tokens=trace.num_tokens)
+            raise core.refuse("foreign", detail)
+        self._ensure_running(rollout)
+        core.record(e.ArtifactReady(at_s=core.now_s(), report=report))
+
+    def report_failure(self, failure: AttemptFailure) -> None:
+        """The system could not carry the attempt through.
+
+        Raises:
+            Refused: the attempt is not live, or has reported its end already.
+        """
+        rollout = self._held(failure.attempt_id, failure.attempt_number, None)
+        settings = self._core.settings
+        self.fail(
+            rollout,
+            failure.outcome,
+            failure.reason,
+            failure.detail,
+            may_retry=settings.retry_after_external or not failure.made_external_call,
+        )
+
+    def fail(
+        self,
+        rollout: Rollout,
+        outcome: Outcome,
+        reason: str,
+        detail: str = "",
+        *,
+        is_counted: bool = True,
+        may_retry: bool = True,
+        lost_tokens: int | None = None,
+    ) -> None:
+        """End the newest attempt of ``rollout`` without a result, then retry or cancel it."""
+        attempt_id = rollout.attempt_id or ""
+        if lost_tokens is None:
+            lost_tokens = self._core.open_traces.discard(attempt_id) if rollout.state in HELD else 0
+        event = e.InfraFailed(
+            at_s=self._core.now_s(),
+            attempt_id=attempt_id,
+            outcome=outcome,
+            reason=short(reason),
+            detail=short(detail),
+            lost_tokens=lost_tokens,
+            is_counted=is_counted,
+        )
+        self._core.record(event)
+        self._core.counters.add(f"attempt_failed.{event.reason}")
+        self._go_on(rollout, may_retry)
+
+    def abandon(self, reason: str) -> int:
+        """End every held attempt without using up budget: their workers are known to be gone. How many."""
+        held = list(self._core.state.held())
+        for rollout in held:
+            self.fail(rollout, Outcome.INFRA_FAILED, reason, is_counted=False)
+        return len(held)
+
+    def advance(self) -> None:
+        """Expire what is overdue and make ready what has waited out its back-off."""
+        now_s = self._core.now_s()
+        while self._expiries and self._expiries[0][0] <= now_s:
+            _, attempt_id = heapq.heappop(self._expiries)
+            until_s = self._expires_at_s.get(attempt_id)
+            if until_s is None:
+                continue
+            if until_s > now_s:
+                heapq.heappush(self._expiries, (until_s, attempt_id))
+                continue
+            self._expire(attempt_id)
+        is_woken = False
+        while self._delayed and self._delayed[0][0] <= now_s:
+            heapq.heappush(self._ready, heapq.heappop(self._delayed)[1])
+            is_woken = True
+        if is_woken:
+            self._core.work.notify()
+
+    def next_due_s(self) -> float | None:
+        """When ``advance`` has something to do at the earliest."""
+        firsts = [queue[0][0] for queue in (self._expiries, self._delayed) if queue]
+        return min(firsts, default=None)
+
+    def expires_at_s(self, attempt_id: str) -> float | None:
+        """When a held attempt expires unless it is renewed."""
+        return self._expires_at_s.get(attempt_id)
+
+    def lease_of(self, rollout: Rollout) -> Lease:
+        """The lease under which the newest attempt of ``rollout`` is held."""
+        group = rollout.group
+        assert rollout.attempt_id is not None and rollout.policy_version is not None
+        return Lease(
+            attempt_id=rollout.attempt_id,
+            rollout_id=rollout.rollout_id,
+            group_id=group.group_id,
+            task_id=group.task_id,
+            purpose=group.purpose,
+            member_index=rollout.member_index,
+            attempt_number=rollout.attempt_number,
+            policy_version=rollout.policy_version,
+            sampling=_own_seed(group, rollout),
+            max_turns=group.max_turns,
+            issued_at_s=rollout.issued_at_s,
+            expires_at_s=self._expires_at_s.get(rollout.attempt_id, rollout.expires_at_s),
+        )
+
+    def _grant_one(self, worker_id: str, rollout: Rollout, version: int) -> Lease:
+        core = self._core
+        now_s = core.now_s()
+        core.record(
+            e.Leased(
+                at_s=now_s,
+                rollout_id=rollout.rollout_id,
+                attempt_id=core.ids.new("att"),
+                attempt_number=rollout.attempt_number + 1,
+                worker_id=worker_id,
+                policy_version=version,
+                expires_at_s=now_s + core.settings.lease_s,
+            )
+        )
+        return self.lease_of(rollout)
+
+    def _version_for(self, group: Group) -> int | None:
+        state = self._core.state
+        if group.bound_version is not None:
+            bound = state.versions[group.bound_version]
+            return bound.version if bound.state is VersionState.READY else None
+        newest = state.newest_ready
+        return newest.version if newest else None
+
+    def _held(self, attempt_id: str, attempt_number: int, worker_id: str | None) -> Rollout:
+        rollout = self._core.attempt(attempt_id, attempt_number)
+        if worker_id is not None and rollout.worker_id != worker_id:
+            raise self._core.refuse("foreign", f"attempt {attempt_id} is held by {rollout.worker_id}, not {worker_id}")
+        if rollout.state not in HELD:
+            raise self._core.refuse("double", f"attempt {attempt_id} is {rollout.state} already")
+        return rollout
+
+    def _ensure_running(self, rollout: Rollout) -> None:
+        if rollout.state is RolloutState.LEASED:
+            self._core.record(e.Running(at_s=self._core.now_s(), attempt_id=rollout.attempt_id or ""))
+
+    def _expire(self, attempt_id: str) -> None:
+        rollout = self._core.state.attempts.get(attempt_id)
+        if rollout is None or rollout.state not in HELD:
+            return
+        lost_tokens = self._core.open_traces.discard(attempt_id)
+        self._core.record(e.LeaseExpired(at_s=self._core.now_s(), attempt_id=attempt_id, lost_tokens=lost_tokens))
+        self._core.counters.add("lease_expired")
+        self._go_on(rollout, may_retry=True)
+
+    def _go_on(self, rollout: Rollout, may_retry: bool) -> None:
+        event = admission.after_failure(self._core.settings, rollout, self._core.now_s(), may_retry)
+        self._core.record(event)
+        self._groups.settle(rollout.group)
+
+    def _on_work(self, effect: fx.WorkWaits) -> None:
+        waiting = _Waiting(is_new=not effect.is_retry, order=effect.order, rollout_id=effect.rollout_id)
+        if effect.not_before_s > self._core.now_s():
+            heapq.heappush(self._delayed, (effect.not_before_s, waiting))
+            self._core.timers.notify()
+        else:
+            heapq.heappush(self._ready, waiting)
+            self._core.work.notify()
+
+    def _on_began(self, effect: fx.AttemptBegan) -> None:
+        until_s = self._core.now_s() + self._core.settings.lease_s
+        self._expires_at_s[effect.attempt_id] = until_s
+        heapq.heappush(self._expiries, (until_s, effect.attempt_id))
+
+    def _on_ended(self, effect: fx.AttemptEnded) -> None:
+        self._expires_at_s.pop(effect.attempt_id, None)
+
+
+def _own_seed(group: Group, rollout: Rollout) -> Sampling:
+    """Siblings must differ: each rollout gets a seed of its own, the same for each of its attempts."""
+    seed = group.sampling.seed
+    if seed is None:
+        return group.sampling
+    name = f"{seed}/{group.stream_position}/{group.task_id}/{group.num_stale_restarts}/{rollout.member_index}"
+    return msgspec.structs.replace(group.sampling, seed=int(digest_bytes(name.encode())[:15], 16))
