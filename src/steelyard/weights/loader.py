@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from steelyard.errors import IntegrityError
@@ -104,7 +105,7 @@ def _build(directory: Path, manifest: Manifest) -> torch.nn.Module:
             local_files_only=True,
             use_safetensors=True,
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise IntegrityError(f"version {manifest.version}: {directory} must load as a decoder: {error}") from error
     with torch.no_grad():
         for parameter in module.parameters():
