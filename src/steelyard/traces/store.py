@@ -72,8 +72,16 @@ class TraceStore:
         return num_bytes_before
 
     def retract(self, attempt_id: str, num_bytes: int) -> None:
-        """Cut the open trace back to ``num_bytes``: its last turn was not counted, so it was not recorded."""
-        os.truncate(self._path(self._open, attempt_id), num_bytes)
+        """Cut the open trace back to ``num_bytes``: its last turn was not counted, so it was not recorded.
+
+        Raises:
+            StorageFailed: the disk refused.
+        """
+        path = self._path(self._open, attempt_id)
+        try:
+            os.truncate(path, num_bytes)
+        except OSError as error:
+            raise storage_failed(path, error) from error
 
     def open_turns(self, attempt_id: str) -> tuple[Turn, ...]:
         """Turns of the open trace in order, without a torn last frame; empty where there is no open trace.
