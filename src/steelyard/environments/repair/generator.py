@@ -22,7 +22,7 @@ from steelyard.environments.repair.templates import SEEN_TEMPLATES, UNSEEN_TEMPL
 from steelyard.errors import InputError
 
 NUM_VISIBLE = 4
-NUM_HIDDEN = 12
+MAX_HIDDEN = 12
 
 TRAIN = "train"
 HELD_OUT = "heldout"
@@ -137,7 +137,7 @@ def _draw_tests(variant: Variant, mutant_index: int, rng: random.Random) -> tupl
     others = [i for i in range(len(variant.pool)) if i not in failing[:2]]
     rng.shuffle(others)
     visible = [failing[0], *others[: NUM_VISIBLE - 1]]
-    hidden = [failing[1], *others[NUM_VISIBLE - 1 : NUM_VISIBLE - 1 + NUM_HIDDEN - 1]]
+    hidden = [failing[1], *others[NUM_VISIBLE - 1 : NUM_VISIBLE - 1 + MAX_HIDDEN - 1]]
     rng.shuffle(visible)
     rng.shuffle(hidden)
     return tuple(variant.pool[i] for i in visible), tuple(variant.pool[i] for i in hidden)

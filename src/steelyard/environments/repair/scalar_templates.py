@@ -6,7 +6,7 @@ NUMBERS: tuple[Template, ...] = (
     Template(
         name="factorial",
         doc="product of the numbers 1 to {n}",
-        args=(("n", "small"),),
+        args=(("n", "count"),),
         source="""\
 t = 1
 for i in range(1, n + 1):
@@ -98,7 +98,7 @@ return t
     Template(
         name="multiples",
         doc="the first {n} multiples of {K}",
-        args=(("n", "small"),),
+        args=(("n", "count"),),
         constants=(("K", 2, 6),),
         source="""\
 out = []
@@ -110,7 +110,7 @@ return out
     Template(
         name="countdown",
         doc="the numbers {n} down to 1",
-        args=(("n", "int"),),
+        args=(("n", "count"),),
         source="""\
 out = []
 while n > 0:

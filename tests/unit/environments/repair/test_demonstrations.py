@@ -1,0 +1,109 @@
+"""The imperfect demonstrator."""
+
+import asyncio
+import itertools
+import random
+
+import pytest
+
+from steelyard.environments.base import Services, ToolOutcome
+from steelyard.environments.repair.catalogue import split_kinds
+from steelyard.environments.repair.demonstrations import (
+    Demonstration,
+    Mixture,
+    demonstrate,
+    demonstrations,
+    suspected_line,
+)
+from steelyard.environments.repair.environment import make_repair
+from steelyard.environments.repair.generator import make_task
+from steelyard.errors import InputError
+from steelyard.testing.harness import MemorySandbox
+from steelyard.testing.repair import run_in_process
+from steelyard.types import Message
+
+PERFECT = Mixture(**dict.fromkeys(Mixture.__struct_fields__, 0.0) | {"test_first": 1.0})
+SAMPLE = list(itertools.islice(demonstrations(1, Mixture()), 400))
+
+
+def tools_of(demonstration: Demonstration) -> list[str]:
+    return [call.name for message in demonstration.messages for call in message.tool_calls]
+
+
+async def replay(demonstration: Demonstration) -> bool:
+    """Play a demonstration against the real session; whether every result is the one that was shown."""
+    environment = make_repair({}, Services(run_function=run_in_process))
+    session, sandbox = environment.session(environment.task(demonstration.task_id)), MemorySandbox("att")
+    sandbox.files.update(session.files)
+    for message, answer in itertools.pairwise(demonstration.messages):
+        if message.role != "assistant":
+            continue
+        outcome: ToolOutcome
+        if message.tool_calls:
+            outcome = await session.call(sandbox, message.tool_calls[0])
+        else:
+            outcome = session.no_call(message)
+        session.turn_ended()
+        if outcome.text != answer.content:
+            return False
+    verdict = await environment.grader().grade(demonstration.task_id, session.artifact(), sandbox)
+    return verdict.success == demonstration.success
+
+
+def test_every_result_shown_is_what_the_real_session_says() -> None:
+    for demonstration in SAMPLE:
+        assert asyncio.run(replay(demonstration))
+
+
+def test_a_perfect_demonstrator_tests_mends_tests_and_submits() -> None:
+    for demonstration in itertools.islice(demonstrations(2, PERFECT), 200):
+        assert demonstration.success
+        assert tools_of(demonstration) == ["run_tests", "replace_line", "run_tests", "submit"]
+
+
+def test_the_demonstrator_fails_often_and_succeeds_often() -> None:
+    successes = sum(demonstration.success for demonstration in SAMPLE)
+    assert 0.2 * len(SAMPLE) < successes < 0.8 * len(SAMPLE)
+
+
+def test_all_skills_and_all_faults_are_shown() -> None:
+    sequences = [tools_of(demonstration) for demonstration in SAMPLE]
+    assert any(tools.count("replace_line") >= 2 for tools in sequences)
+    assert any(tools.count("replace_line") == 1 and tools[-1] == "submit" for tools in sequences)
+    assert any("submit" not in tools for tools in sequences)
+    assert any(message.role == "user" and message.content == "error: no tool call" for message in all_messages())
+
+
+def all_messages() -> list[Message]:
+    return [message for demonstration in SAMPLE for message in demonstration.messages]
+
+
+def test_demonstrations_keep_to_the_pairs_that_are_trained_on() -> None:
+    for demonstration in SAMPLE:
+        task = make_task(demonstration.task_id)
+        assert task.kind in split_kinds(task.template).train
+
+
+@pytest.mark.parametrize("task_id", ["repair/heldout/0", "repair/unseen_templates/0"])
+def test_a_task_of_another_split_is_refused(task_id: str) -> None:
+    with pytest.raises(InputError, match="train"):
+        demonstrate(make_task(task_id), random.Random(0), Mixture())
+
+
+def test_demonstrations_are_the_same_for_the_same_seed() -> None:
+    again = list(itertools.islice(demonstrations(1, Mixture()), 50))
+    assert again == SAMPLE[:50]
+    assert again != list(itertools.islice(demonstrations(2, Mixture()), 50))
+
+
+def test_an_attempt_never_takes_more_turns_than_allowed() -> None:
+    for demonstration in itertools.islice(demonstrations(3, Mixture(), max_turns=3), 100):
+        assert sum(message.role == "assistant" for message in demonstration.messages) <= 3
+
+
+@pytest.mark.parametrize(
+    ("lines", "number"),
+    [(("def f(a):", " if a:", "  a = 1", " return a"), 2), (("def f(a):", " b = a", " return b"), 3)],
+)
+def test_the_demonstrator_suspects_the_first_condition_else_the_last_line(lines: tuple[str, ...], number: int) -> None:
+    assert suspected_line(lines) == number
