@@ -1,0 +1,151 @@
+"""Who waits for whom, since when, until which deadline; and what deserves an alarm. From the state and a time alone."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from steelyard.coordinator import admission
+from steelyard.coordinator.entities import Group, Rollout, State
+from steelyard.coordinator.records import CoordinatorSettings, Wait
+from steelyard.coordinator.transitions import HELD, TERMINAL, GroupState, RolloutState, VersionState
+from steelyard.types import Purpose, Record, ScoreJob
+
+_MIN_SUPPORT = 20
+"""Fewer ends than this are no basis for a rate."""
+
+
+class HeldJobLike(Protocol):
+    """A scoring job with its holder."""
+
+    @property
+    def job(self) -> ScoreJob: ...
+
+    @property
+    def worker_id(self) -> str: ...
+
+    @property
+    def since_s(self) -> float: ...
+
+
+class Diagnosis(Record, frozen=True, kw_only=True):
+    """All waits, the longest first, and the alarms."""
+
+    at_s: float
+    waits: tuple[Wait, ...]
+    alarms: tuple[str, ...]
+
+    def lines(self) -> tuple[str, ...]:
+        """For people: alarms, then waits."""
+        return (
+            *(f"ALARM {alarm}" for alarm in self.alarms),
+            *(wait.describe(self.at_s) for wait in self.waits),
+        )
+
+
+def diagnose(
+    state: State, settings: CoordinatorSettings, now_s: float, jobs: Mapping[str, HeldJobLike] | None = None
+) -> Diagnosis:
+    """Look at a run, live or replayed from its journal.
+
+    Args:
+        state: replayed or live.
+        settings: of the run.
+        now_s: the present.
+        jobs: scoring jobs that are held, by attempt; not known from the journal alone.
+    """
+    waits = [rollout_wait(r, jobs or {}) for g in state.live_groups.values() for r in g.rollouts if _is_waited_for(r)]
+    waits += _version_waits(state)
+    waits += _step_waits(state, settings)
+    waits.sort(key=lambda wait: wait.since_s)
+    return Diagnosis(at_s=now_s, waits=tuple(waits), alarms=alarms(state, settings))
+
+
+def alarms(state: State, settings: CoordinatorSettings) -> tuple[str, ...]:
+    """Rates of failure that mean that something is broken, each as a sentence."""
+    found = []
+    limit = settings.alarm_failure_frac
+    tallies = state.tallies
+    graded = tallies.num_scored + tallies.num_grader_failed
+    if graded >= _MIN_SUPPORT and tallies.num_grader_failed > limit * graded:
+        found.append(f"{tallies.num_grader_failed} of {graded} gradings failed (scoring.alarm_failure_frac {limit})")
+    failed = tallies.num_failed + tallies.num_expired
+    if tallies.num_leased >= _MIN_SUPPORT and failed > limit * tallies.num_leased:
+        found.append(
+            f"{failed} of {tallies.num_leased} attempts were not carried through, {tallies.num_expired} of them "
+            f"expired (scoring.alarm_failure_frac {limit})"
+        )
+    return tuple(found)
+
+
+def describe_rollout(rollout: Rollout, now_s: float, jobs: Mapping[str, HeldJobLike]) -> str:
+    """One line on what an unfinished rollout waits for."""
+    wait = rollout_wait(rollout, jobs)
+    group = rollout.group
+    return (
+        f"rollout {rollout.rollout_id} of group {group.group_id} (task {group.task_id}) is {rollout.state}: "
+        f"{wait.describe(now_s)}"
+    )
+
+
+def rollout_wait(rollout: Rollout, jobs: Mapping[str, HeldJobLike]) -> Wait:
+    """What an unfinished rollout waits for."""
+    name = f"rollout {rollout.rollout_id}"
+    job = jobs.get(rollout.attempt_id or "")
+    if rollout.state in HELD:
+        why = f"attempt {rollout.attempt_id}, number {rollout.attempt_number}, {rollout.state.lower()}"
+        whom = f"worker {rollout.worker_id}"
+        return Wait(who=name, whom=whom, why=why, since_s=rollout.issued_at_s, until_s=rollout.expires_at_s)
+    if rollout.state is RolloutState.ARTIFACT_READY:
+        why = f"score of attempt {rollout.attempt_id}, {rollout.num_grader_failures} gradings failed"
+        if job is None:
+            return Wait(who=name, whom="a free scorer", why=why, since_s=rollout.since_s)
+        expires_at_s = job.job.expires_at_s
+        return Wait(who=name, whom=f"scorer {job.worker_id}", why=why, since_s=job.since_s, until_s=expires_at_s)
+    why = f"{rollout.attempt_number} attempts so far, {rollout.num_failures} failed"
+    until_s = rollout.not_before_s if rollout.not_before_s > rollout.since_s else None
+    return Wait(who=name, whom="a free harness worker", why=why, since_s=rollout.since_s, until_s=until_s)
+
+
+def _is_waited_for(rollout: Rollout) -> bool:
+    return rollout.state not in TERMINAL
+
+
+def _version_waits(state: State) -> list[Wait]:
+    waits = []
+    for number in sorted(state.unreleased):
+        version = state.versions[number]
+        if version.state in (VersionState.PUBLISHED, VersionState.LOADED):
+            why = "load with proof" if version.state is VersionState.PUBLISHED else "READY"
+            waits.append(Wait(who=f"version {number}", whom="the replicas", why=why, since_s=version.since_s))
+    return waits
+
+
+def _step_waits(state: State, settings: CoordinatorSettings) -> list[Wait]:
+    """What stands between the last step and the next one."""
+    if state.run is None or state.run.is_finished:
+        return []
+    step = state.next_step
+    last = state.steps.get(step - 1)
+    if last is not None and step not in state.lineage:
+        return [Wait(who=f"step {step}", whom="the trainer", why=f"version of step {step}", since_s=last.begun_at_s)]
+    if step not in state.lineage:
+        return []
+    since_s = state.versions[state.lineage[step]].published_at_s
+    due = _open_due_groups(state, settings, step)
+    if due:
+        ids = ", ".join(group.group_id for group in due[:3]) + (", ..." if len(due) > 3 else "")
+        why = f"{len(due)} due groups: {ids}"
+        until_s = max(since_s, due[0].admitted_at_s) + settings.max_tail_wait_s
+        return [Wait(who=f"step {step}", whom="its groups", why=why, since_s=since_s, until_s=until_s)]
+    complete = sum(g.state is GroupState.COMPLETE for g in state.live_groups.values())
+    missing = settings.rules.groups_per_batch - complete
+    if missing <= 0:
+        return [Wait(who=f"step {step}", whom="the trainer", why="to begin", since_s=since_s)]
+    room = admission.capacity(state, settings)
+    why = f"{missing} more complete groups, {room} may still be admitted"
+    return [Wait(who=f"step {step}", whom="the harness workers", why=why, since_s=since_s)]
+
+
+def _open_due_groups(state: State, settings: CoordinatorSettings, step: int) -> list[Group]:
+    bound = step - settings.rules.max_policy_lag
+    groups = [g for g in state.live_groups.values() if g.purpose is Purpose.TRAIN and g.state is GroupState.OPEN]
+    return sorted((g for g in groups if g.admitted_step <= bound), key=lambda g: g.order)
