@@ -165,6 +165,9 @@ class _Guard:
         self._heads = frozenset(text[:i] for text in texts for i in range(1, len(text)))
         self._tails = frozenset(text[i:] for text in texts for i in range(1, len(text)))
         self._max_chars = max((len(text) for text in texts), default=1)
+        self._edge_chars = re.compile(
+            "|".join(sorted({re.escape(char) for text in texts for char in text[:1] + text[-1:]}))
+        )
 
     def apply(self, text: str) -> str:
         starts = self._edges(text)
@@ -188,7 +191,12 @@ class _Guard:
         """
         num_chars = len(text.rstrip())
         first = len(text) - len(text.lstrip())
-        positions = set()
+        positions: set[int] = set()
+        if not (
+            self._edge_chars.search(text, first, first + self._max_chars)
+            or self._edge_chars.search(text, max(first, num_chars - self._max_chars))
+        ):
+            return positions
         for length in range(1, min(self._max_chars, num_chars - first) + 1):
             if text[num_chars - length : num_chars] in self._heads:
                 positions.add(num_chars - length)

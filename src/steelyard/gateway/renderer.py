@@ -13,6 +13,7 @@ P. Where a template rewrites history (drops old reasoning, moves the tools), it 
 starts from F encoded afresh.
 """
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from steelyard.gateway.template import ChatTemplate
 from steelyard.types import Message, Record, ToolSpec
 
 _PROBE = "PROBE"
+_CACHED_MESSAGES = 4096
+_CACHED_CHARS = 2048
+_MAX_KNOWN_TOOLS = 16
 
 
 class Prompt(Record, frozen=True, kw_only=True):
@@ -72,6 +76,8 @@ class Renderer:
 
     def __init__(self, codec: TokenCodec, template: ChatTemplate, stop_token_ids: Sequence[int] = ()) -> None:
         self.codec = codec
+        self._short_message = functools.lru_cache(_CACHED_MESSAGES)(self._message)
+        self._known_tools: list[tuple[tuple[ToolSpec, ...], list[dict[str, Any]]]] = []
         self._template = template
         self.end_of_turn_id = self._find_end_of_turn()
         eos_id = codec.token_id(template.special_tokens.get("eos_token", ""))
@@ -159,10 +165,25 @@ class Renderer:
     def _render(
         self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], *, add_generation_prompt: bool
     ) -> str:
-        shown_tools = [self._tool(tool) for tool in tools] or None
         return self._template.render(
-            [self._message(message) for message in messages], shown_tools, add_generation_prompt=add_generation_prompt
+            [
+                self._short_message(message) if len(message.content or "") <= _CACHED_CHARS else self._message(message)
+                for message in messages
+            ],
+            self._shown_tools(tools),
+            add_generation_prompt=add_generation_prompt,
         )
+
+    def _shown_tools(self, tools: tuple[ToolSpec, ...]) -> list[dict[str, Any]] | None:
+        """Guarded tools as templates expect them; the few sets that a run uses are kept."""
+        if not tools:
+            return None
+        for known, shown in self._known_tools:
+            if known == tools:
+                return shown
+        shown = [self._tool(tool) for tool in tools]
+        self._known_tools = [*self._known_tools[-_MAX_KNOWN_TOOLS + 1 :], (tools, shown)]
+        return shown
 
     def _message(self, message: Message) -> dict[str, Any]:
         """The message as templates expect it, every string in it guarded."""

@@ -16,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from steelyard.errors import InputError
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
 class ChatTemplate:
@@ -35,7 +36,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, special_tokens: Mapping[str, str] | None = None, today: datetime.date | None = None
     ) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        environment = _TemplateEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
@@ -87,6 +88,15 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise InputError(f"the chat template refuses these messages: {error}") from error
+
+
+class _TemplateEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox, with a short way for what templates do most: reading an entry of a plain dictionary."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
 
 
 class _GenerationBlock(Extension):

@@ -57,8 +57,7 @@ class TraceStore:
             StorageFailed: the disk refused; the open trace is as before.
         """
         path = self._path(self._open, turn.attempt_id)
-        payload = _TURN_ENCODER.encode(turn)
-        frame = _FRAME.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
+        frame = encode_frame(turn)
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
@@ -221,6 +220,12 @@ def tokens_by_version(turn: Turn) -> tuple[tuple[int, int], ...]:
     starts = [span.start for span in turn.version_spans]
     ends = [*starts[1:], len(turn.token_ids)]
     return tuple((span.version, end - span.start) for span, end in zip(turn.version_spans, ends, strict=True))
+
+
+def encode_frame(turn: Turn) -> bytes:
+    """One turn as it stands in an open trace: length, checksum, msgpack."""
+    payload = _TURN_ENCODER.encode(turn)
+    return _FRAME.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
 
 
 def read_frames(path: Path, data: bytes) -> tuple[Turn, ...]:

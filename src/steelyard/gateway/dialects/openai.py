@@ -126,7 +126,7 @@ class ChatBody(_Common, forbid_unknown_fields=True, kw_only=True):
 class CompletionBody(_Common, forbid_unknown_fields=True, kw_only=True):
     """The body of a plain completion request: one prompt, as text or as token ids."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | list[int | str | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -209,9 +209,10 @@ def single_prompt(body: CompletionBody) -> str | tuple[int, ...]:
     prompt = body.prompt
     if isinstance(prompt, str):
         return prompt
-    if len(prompt) == 1 and not isinstance(prompt[0], int):
-        only = prompt[0]
-        return only if isinstance(only, str) else tuple(only)
+    if len(prompt) == 1 and isinstance(prompt[0], str):
+        return prompt[0]
+    if len(prompt) == 1 and isinstance(prompt[0], list):
+        return tuple(prompt[0])
     token_ids = tuple(token for token in prompt if isinstance(token, int))
     if not token_ids or len(token_ids) != len(prompt):
         raise BadRequest("prompt must be one text or one list of token ids", "prompt")

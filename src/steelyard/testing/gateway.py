@@ -1,0 +1,186 @@
+"""A gateway with everything real but the engine, which says what a script tells it to."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from steelyard.clock import Clock, SystemClock
+from steelyard.gateway.app import GatewayServer, HttpLimits
+from steelyard.gateway.capability import KeyRing
+from steelyard.gateway.codec import TokenCodec
+from steelyard.gateway.recorder import Recorder
+from steelyard.gateway.renderer import Renderer
+from steelyard.gateway.service import Gateway, GatewayLimits
+from steelyard.ids import SeededIds
+from steelyard.metrics import Counters
+from steelyard.testing.tokenizer import write_tokenizer
+from steelyard.traces.ledger import TokenLedger
+from steelyard.traces.store import TraceStore
+from steelyard.types import (
+    AttemptBinding,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    Sampling,
+    TokenChunk,
+    VersionSpan,
+)
+
+ATTEMPT = "att_one"
+
+
+class Say(msgspec.Struct, frozen=True, kw_only=True):
+    """One scripted answer.
+
+    ``ends``: whether the end-of-turn token is sampled after ``text``. ``changes`` overwrite fields of the
+    result, to break the engine's contract on purpose. ``holds``: wait for ``ScriptedGenerator.release``.
+    """
+
+    text: str
+    ends: bool = True
+    finish_reason: FinishReason | None = None
+    changes: dict[str, object] = {}
+    holds: bool = False
+
+
+class ScriptedGenerator:
+    """An engine that gives the scripted answers in order and keeps the requests that it got.
+
+    ``requests``, ``aborted`` and ``cancelled`` show what was asked of it.
+    """
+
+    def __init__(self, codec: TokenCodec, end_of_turn_id: int, script: Sequence[Say | str]) -> None:
+        self._codec = codec
+        self._end_of_turn_id = end_of_turn_id
+        self._script = [Say(text=entry) if isinstance(entry, str) else entry for entry in script]
+        self.requests: list[GenerateRequest] = []
+        self.aborted: list[str] = []
+        self.cancelled: list[str] = []
+        self.started = asyncio.Event()
+        self._released = asyncio.Event()
+
+    def release(self) -> None:
+        """Let held answers go on."""
+        self._released.set()
+
+    async def generate(
+        self, request: GenerateRequest, on_tokens: Callable[[TokenChunk], None] | None = None
+    ) -> GenerateResult:
+        """The next scripted answer, token by token where it is streamed."""
+        say = self._script[len(self.requests)]
+        self.requests.append(request)
+        token_ids = (*self._codec.encode(say.text), *([self._end_of_turn_id] if say.ends else []))
+        finish = say.finish_reason or (FinishReason.STOP if say.ends else FinishReason.LENGTH)
+        sent = 0
+        try:
+            for token_id in token_ids if on_tokens is not None else ():
+                if request.request_id in self.aborted:
+                    finish, token_ids = FinishReason.CANCELLED, token_ids[:sent]
+                    break
+                assert on_tokens is not None
+                on_tokens(TokenChunk(request_id=request.request_id, token_ids=(token_id,)))
+                sent += 1
+                await asyncio.sleep(0)
+            self.started.set()
+            if say.holds:
+                await self._released.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(request.request_id)
+            raise
+        return msgspec.structs.replace(scripted_result(request, token_ids, finish), **say.changes)
+
+    async def abort(self, request_id: str) -> None:
+        """End a streamed answer early."""
+        self.aborted.append(request_id)
+
+
+def scripted_result(request: GenerateRequest, token_ids: tuple[int, ...], finish: FinishReason) -> GenerateResult:
+    """A result that keeps the contract, with log-probabilities that depend on the token and its place."""
+    return GenerateResult(
+        request_id=request.request_id,
+        token_ids=token_ids,
+        logprobs=tuple(-0.125 - (token_id + place) % 8 / 16 for place, token_id in enumerate(token_ids)),
+        kept_logmass=(0.0,) * len(token_ids),
+        version_spans=(VersionSpan(start=0, version=request.policy_version),),
+        finish_reason=finish,
+        replica_id="rep_script",
+        load_id="load_script",
+    )
+
+
+class FixedDirectory:
+    """An attempt directory that is a dictionary; delete an entry to end its attempt."""
+
+    def __init__(self, bindings: dict[str, AttemptBinding]) -> None:
+        self.bindings = bindings
+
+    def binding(self, attempt_id: str) -> AttemptBinding | None:
+        """The binding of a live attempt."""
+        return self.bindings.get(attempt_id)
+
+
+def binding(
+    *,
+    policy_version: int = 3,
+    max_context_tokens: int = 4096,
+    sampling: Sampling | None = None,
+    deadline_at_s: float = 4e9,
+) -> AttemptBinding:
+    """A binding with room and time."""
+    return AttemptBinding(
+        policy_version=policy_version,
+        sampling=sampling or Sampling(temperature=0.7, max_tokens=256),
+        max_context_tokens=max_context_tokens,
+        deadline_at_s=deadline_at_s,
+    )
+
+
+class GatewayWorld:
+    """A gateway over ``directory`` with one live attempt, :data:`ATTEMPT`; all parts are attributes."""
+
+    def __init__(
+        self,
+        directory: Path,
+        script: Sequence[Say | str] = (),
+        *,
+        template: str | None = None,
+        bindings: dict[str, AttemptBinding] | None = None,
+        limits: GatewayLimits | None = None,
+        http_limits: HttpLimits | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.clock = clock or SystemClock()
+        self.counters = Counters()
+        self.renderer = Renderer.load(write_tokenizer(directory / "tokenizer", template))
+        self.generator = ScriptedGenerator(self.renderer.codec, self.renderer.end_of_turn_id, script)
+        self.ledger = TokenLedger(directory / "ledger")
+        self.store = TraceStore(directory / "traces", before_seal=self.ledger.sync)
+        self.recorder = Recorder(self.store, self.ledger, self.counters, self.clock)
+        self.directory = FixedDirectory({ATTEMPT: binding()} if bindings is None else bindings)
+        self.keys = KeyRing(b"k" * 32)
+        ids = SeededIds(0)
+        self.gateway = Gateway(
+            self.renderer,
+            self.generator,
+            self.recorder,
+            self.directory,
+            ids=ids,
+            clock=self.clock,
+            counters=self.counters,
+            limits=limits,
+        )
+        self.server = GatewayServer(
+            self.gateway, self.keys, ids=ids, clock=self.clock, counters=self.counters, limits=http_limits
+        )
+
+    def key(self, attempt_id: str = ATTEMPT) -> str:
+        """An API key that is valid for an hour."""
+        return self.keys.issue(attempt_id, self.clock.now_s() + 3600)
+
+    async def close(self) -> None:
+        """Stop the server and give the files back."""
+        await self.server.stop()
+        await self.store.close()
+        self.ledger.close()
