@@ -56,6 +56,17 @@ def link_or_copy(source: Path, target: Path) -> None:
         write_durably(target, source.read_bytes())
 
 
+def sync_files(directory: Path) -> None:
+    """Fsync every file in a directory that others have written."""
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -66,11 +66,13 @@ def write_checkpoint(
     module: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    model_dir: Path,
+    companions: dict[str, bytes],
     state: CheckpointManifest,
     fault: FaultHook = no_fault,
 ) -> str:
     """Write a checkpoint; ``state.files`` is filled in here. Returns its digest, that of its manifest.
+
+    ``companions`` are the files of the model's directory that training does not change; see :func:`read_companions`.
 
     A checkpoint of the same state that is already there is left as it is.
 
@@ -87,15 +89,22 @@ def write_checkpoint(
         fault("weights_written")
         write_durably(temporary / OPTIMIZER_NAME, _serialised(optimizer_tensors(module, optimizer), None))
         fault("optimizer_written")
-        for name in COMPANION_NAMES:
-            if (model_dir / name).is_file():
-                write_durably(temporary / name, (model_dir / name).read_bytes())
+        for name, content in companions.items():
+            write_durably(temporary / name, content)
         data = msgspec.json.encode(msgspec.structs.replace(state, files=_file_digests(temporary)))
         write_durably(temporary / MANIFEST_NAME, data)
         fault("manifest_written")
         publish_directory(temporary, final, fault)
         fault("done")
     return digest_bytes(data)
+
+
+def read_companions(model_dir: Path) -> dict[str, bytes]:
+    """Config, tokenizer and template of a Hugging Face directory, by file name.
+
+    Held in memory, since the checkpoint that a run was resumed from is deleted while the run goes on.
+    """
+    return {name: (model_dir / name).read_bytes() for name in COMPANION_NAMES if (model_dir / name).is_file()}
 
 
 def read_checkpoint(directory: Path, digest: str | None = None) -> Restored:

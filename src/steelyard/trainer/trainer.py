@@ -30,6 +30,7 @@ from steelyard.trainer.checkpoint import (
     prune_checkpoints,
     random_state,
     read_checkpoint,
+    read_companions,
     restore,
     write_checkpoint,
 )
@@ -74,7 +75,7 @@ class Trainer:
     ) -> None:
         self._settings = settings
         self._module = module
-        self._model_dir = model_dir
+        self._companions = read_companions(model_dir)
         self._publisher = publisher
         self._fault = fault
         self._optimizer = make_optimizer(module, settings.optimizer)
@@ -221,7 +222,7 @@ class Trainer:
             files=(),
         )
         digest = write_checkpoint(
-            final, self._module, self._optimizer, model_dir=self._model_dir, state=manifest, fault=self._fault
+            final, self._module, self._optimizer, companions=self._companions, state=manifest, fault=self._fault
         )
         prune_checkpoints(root, self._settings.keep_checkpoints)
         return CheckpointReport(

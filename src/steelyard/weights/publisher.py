@@ -7,6 +7,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -52,13 +53,20 @@ class VersionPublisher:
         model_dir: Hugging Face directory that the run started from (or a checkpoint, which holds the same files).
         probe_tolerance: by how much a replica's log-probabilities may differ, in nats.
         fault: called with each of ``FAULT_POINTS``, in order; tests kill the process there.
+
+    Raises:
+        IntegrityError: ``model_dir`` has no config.json that can be read.
     """
 
     def __init__(self, root: Path, model_dir: Path, probe_tolerance: float, fault: FaultHook = no_fault) -> None:
         self._root = root
-        self._model_dir = model_dir
         self._probe_tolerance = probe_tolerance
         self._fault = fault
+        # Read now: a checkpoint that the run was resumed from is deleted while the run goes on.
+        self._config = _published_config(model_dir)
+        self._companions = {
+            name: (model_dir / name).read_bytes() for name in COMPANION_NAMES if (model_dir / name).is_file()
+        }
 
     def weights_digest(self, module: torch.nn.Module) -> str:
         """Digest of the weights in memory; equals ``Manifest.weights_digest`` of a version published from them."""
@@ -118,20 +126,18 @@ class VersionPublisher:
         The first version copies them, so that nobody's edit of the model directory reaches into the run; later ones
         link their parent's.
         """
-        config = json.loads((self._model_dir / CONFIG_NAME).read_bytes())
-        config.pop("torch_dtype", None)
-        config["dtype"] = dtype
+        config = {**self._config, "dtype": dtype}
         write_durably(directory / CONFIG_NAME, json.dumps(config, indent=2, sort_keys=True).encode() + b"\n")
         parent = None if parent_version is None else self._root / version_dir_name(parent_version)
-        for name in COMPANION_NAMES:
+        for name, data in self._companions.items():
             if parent is not None and (parent / name).is_file():
                 link_or_copy(parent / name, directory / name)
-            elif (self._model_dir / name).is_file():
-                write_durably(directory / name, (self._model_dir / name).read_bytes())
+            else:
+                write_durably(directory / name, data)
         return [file_digest(path) for path in sorted(directory.iterdir()) if path.name != WEIGHTS_NAME]
 
     def _probe(self, module: torch.nn.Module, parent_version: int | None) -> Probe:
-        sequences = probe_sequences(read_model_config(self._model_dir)["vocab_size"])
+        sequences = probe_sequences(self._config["vocab_size"])
         logprobs = probe_logprobs(module, sequences)
         parent = None
         if parent_version is not None:
@@ -141,6 +147,14 @@ class VersionPublisher:
             logprobs=logprobs,
             separates_parent=separates(parent, logprobs, self._probe_tolerance),
         )
+
+
+def _published_config(model_dir: Path) -> dict[str, Any]:
+    """config.json as it is, less the old name of ``dtype``."""
+    read_model_config(model_dir)
+    config: dict[str, Any] = json.loads((model_dir / CONFIG_NAME).read_bytes())
+    config.pop("torch_dtype", None)
+    return config
 
 
 def _published_before(final: Path, parameters: tuple[ParameterDigest, ...]) -> Manifest:

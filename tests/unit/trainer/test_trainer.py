@@ -290,3 +290,21 @@ def test_state_is_answered_while_a_step_is_under_way(bench: Bench) -> None:
         assert (after.is_busy, after.step) == (False, 1)
 
     run(work)
+
+
+def test_a_resumed_trainer_outlives_the_checkpoint_that_it_was_opened_from(bench: Bench) -> None:
+    async def work() -> None:
+        first = await bench.open()
+        saved = await first.checkpoint(CheckpointRequest(step=0))
+        await first.close()
+        bench.model_dir = Path(saved.path)
+        again = await bench.open(saved)
+        for step in range(3):
+            await steps(bench, again, step, step + 1)
+            await again.checkpoint(CheckpointRequest(step=step + 1))
+        assert not Path(saved.path).exists()
+        manifest = await again.publish(PublishRequest(version=3, parent_version=None))
+        await again.close()
+        assert "tokenizer.json" in {file.name for file in manifest.files}
+
+    run(work)
