@@ -1,0 +1,1 @@
+"""Inference: engines that turn prompt tokens into sampled tokens, log-probabilities and weight versions."""

@@ -1,0 +1,76 @@
+"""An engine in another process. Imports no torch."""
+
+from dataclasses import dataclass
+
+from steelyard.clock import Clock
+from steelyard.inference import engine as api
+from steelyard.inference.engine import EngineHealth, Nothing, OnTokens
+from steelyard.processes.channel import Client
+from steelyard.types import EngineStats, GenerateRequest, GenerateResult, LoadProof
+
+_NOTHING = Nothing()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientDeadlines:
+    """How long to wait for an answer, in seconds. ``answer_s`` is added to a generation request's own deadline."""
+
+    answer_s: float = 35.0
+    load_s: float = 60.0
+
+
+class EngineClient:
+    """:class:`steelyard.inference.engine.Engine` over a connection.
+
+    Every method raises, beside what the engine raises: DeadlineExceeded where no answer comes in time, RemoteFailed
+    or ProcessDied where the other process has gone; the latter two at once.
+    """
+
+    def __init__(self, client: Client, clock: Clock, deadlines: ClientDeadlines) -> None:
+        self._client = client
+        self._clock = clock
+        self._deadlines = deadlines
+
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
+        """See :meth:`steelyard.inference.engine.Engine.generate`."""
+        left_s = max(0.0, request.deadline_at_s - self._clock.now_s())
+        return await self._client.call_streaming(
+            api.GENERATE, request, on_tokens or _ignore, deadline_s=left_s + self._deadlines.answer_s
+        )
+
+    async def load(self, version_dir: str, version: int) -> LoadProof:
+        """See :meth:`steelyard.inference.engine.Engine.load`."""
+        request = api.LoadRequest(version_dir=version_dir, version=version)
+        return await self._client.call(api.LOAD, request, deadline_s=self._deadlines.load_s)
+
+    async def unload(self, version: int) -> None:
+        """See :meth:`steelyard.inference.engine.Engine.unload`."""
+        await self._client.call(api.UNLOAD, api.VersionRef(version=version), deadline_s=self._deadlines.answer_s)
+
+    async def pause(self) -> None:
+        """See :meth:`steelyard.inference.engine.Engine.pause`."""
+        await self._client.call(api.PAUSE, _NOTHING, deadline_s=self._deadlines.answer_s)
+
+    async def resume(self) -> None:
+        """See :meth:`steelyard.inference.engine.Engine.resume`."""
+        await self._client.call(api.RESUME, _NOTHING, deadline_s=self._deadlines.answer_s)
+
+    async def abort(self, request_id: str) -> None:
+        """See :meth:`steelyard.inference.engine.Engine.abort`."""
+        await self._client.call(api.ABORT, api.RequestRef(request_id=request_id), deadline_s=self._deadlines.answer_s)
+
+    async def release(self, attempt_id: str) -> None:
+        """See :meth:`steelyard.inference.engine.Engine.release`."""
+        await self._client.call(api.RELEASE, api.AttemptRef(attempt_id=attempt_id), deadline_s=self._deadlines.answer_s)
+
+    async def health(self) -> EngineHealth:
+        """See :meth:`steelyard.inference.engine.Engine.health`."""
+        return await self._client.call(api.HEALTH, _NOTHING, deadline_s=self._deadlines.answer_s)
+
+    async def stats(self) -> EngineStats:
+        """See :meth:`steelyard.inference.engine.Engine.stats`."""
+        return await self._client.call(api.STATS, _NOTHING, deadline_s=self._deadlines.answer_s)
+
+
+def _ignore(_chunk: object) -> None:
+    """Streamed tokens that nobody asked for."""
