@@ -1,0 +1,1 @@
+"""Verdicts on sealed artifacts: graders in killable processes, outcomes as types."""
