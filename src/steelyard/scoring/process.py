@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from steelyard.errors import ProcessDied
+from steelyard.errors import ProcessDied, RemoteFailed
 from steelyard.processes.channel import Client, Endpoint, Server
 from steelyard.processes.child import ChildProcess
 from steelyard.scoring.base import Grader, GradeRequest, SandboxSource
@@ -23,6 +23,7 @@ from steelyard.types import Score
 
 GRADE = Endpoint("grade", GradeRequest, Score)
 _GONE_DEADLINE_S = 10.0
+_DEATH_NOTICE_S = 1.0
 
 
 async def serve_grader(path: Path, grader: Grader, sandboxes: SandboxSource) -> None:
@@ -46,6 +47,7 @@ class ChildGrader:
     def __init__(self, child: ChildProcess, client: Client) -> None:
         self._child = child
         self._client = client
+        self._death: ProcessDied | None = None
         # Its death fails the calls that wait for it; the pool learns of it from them.
         self._watching = asyncio.create_task(self._watch(), name=f"watch {child.name}")
 
@@ -65,7 +67,14 @@ class ChildGrader:
 
     async def grade(self, request: GradeRequest, deadline_s: float) -> Score:
         """See :class:`steelyard.scoring.base.GraderHandle`."""
-        return await self._client.call(GRADE, request, deadline_s=deadline_s)
+        try:
+            return await self._client.call(GRADE, request, deadline_s=deadline_s)
+        except RemoteFailed:
+            # The connection of a dying process ends just before its death is known, which says more.
+            await asyncio.wait({self._watching}, timeout=_DEATH_NOTICE_S)
+            if self._death is not None:
+                raise self._death from None
+            raise
 
     def cpu_s(self) -> float:
         """See :class:`steelyard.scoring.base.GraderHandle`."""
@@ -82,9 +91,11 @@ class ChildGrader:
         await self._client.close()
 
     async def _watch(self) -> None:
-        # Expected whenever a grader is stuck; who waits for it gets the error.
-        with contextlib.suppress(ProcessDied):
+        try:
             await self._child.watch(self._client)
+        except ProcessDied as death:
+            # Expected whenever a grader is stuck; who waits for it gets the error.
+            self._death = death
 
 
 async def _kill(child: ChildProcess) -> None:
