@@ -13,13 +13,15 @@ byte sent to the last byte read, less 20 ms.
 
 import argparse
 import asyncio
-import heapq
+import collections
+import gc
 import json
 import multiprocessing
+import select
+import socket
 import statistics
 import sys
 import tempfile
-import threading
 import time
 import tomllib
 from collections.abc import Callable
@@ -73,28 +75,42 @@ QUESTION = "The function add has a bug. Repair it.\n" + "".join(f"{i}: x{i} = f(
 RESULT = "line 3 is now: return a - b\n" * 3
 
 
-class FixedTimeEngine:
-    """Answers each call ENGINE_S after it came, from a thread, so that a busy event loop cannot hide."""
+def run_engine(calls: socket.socket) -> None:
+    """The engine's process: every 8-byte call that comes in goes back out ENGINE_S later."""
+    due: collections.deque[tuple[float, bytes]] = collections.deque()
+    while True:
+        wait_s = max(0.0, due[0][0] - time.perf_counter()) if due else None
+        if select.select([calls], [], [], wait_s)[0]:
+            data = calls.recv(1 << 16)
+            if not data:
+                return
+            due_s = time.perf_counter() + ENGINE_S
+            due.extend((due_s, data[at : at + 8]) for at in range(0, len(data), 8))
+        while due and due[0][0] <= time.perf_counter():
+            calls.send(due.popleft()[1])
 
-    def __init__(self, reply: tuple[int, ...], after: Callable[[str], None]) -> None:
+
+class FixedTimeEngine:
+    """Stands for an engine in another process, as engines are, over a Unix socket."""
+
+    def __init__(self, calls: socket.socket, reply: tuple[int, ...], after: Callable[[str], None]) -> None:
+        self._calls = calls
         self._reply = reply
         self._after = after
-        self._due: list[tuple[float, int, asyncio.Future[None]]] = []
-        self._wake = threading.Condition()
-        self._loop = asyncio.get_running_loop()
+        self._open: dict[bytes, asyncio.Future[None]] = {}
         self._num_calls = 0
         self.took_s: list[float] = []
-        threading.Thread(target=self._answer, daemon=True).start()
+        calls.setblocking(False)
+        asyncio.get_running_loop().add_reader(calls.fileno(), self._answered)
 
     async def generate(
         self, request: GenerateRequest, on_tokens: Callable[[TokenChunk], None] | None = None
     ) -> GenerateResult:
         began_s = time.perf_counter()
-        done: asyncio.Future[None] = self._loop.create_future()
-        with self._wake:
-            self._num_calls += 1
-            heapq.heappush(self._due, (began_s + ENGINE_S, self._num_calls, done))
-            self._wake.notify()
+        self._num_calls += 1
+        name = self._num_calls.to_bytes(8, "little")
+        done = self._open[name] = asyncio.get_running_loop().create_future()
+        self._calls.send(name)
         await done
         self.took_s.append(time.perf_counter() - began_s)
         self._after(request.attempt_id)
@@ -103,17 +119,10 @@ class FixedTimeEngine:
     async def abort(self, request_id: str) -> None:
         raise NotImplementedError(request_id)
 
-    def _answer(self) -> None:
-        while True:
-            with self._wake:
-                while not self._due:
-                    self._wake.wait()
-                wait_s = self._due[0][0] - time.perf_counter()
-                if wait_s > 0:
-                    self._wake.wait(wait_s)
-                    continue
-                done = heapq.heappop(self._due)[2]
-            self._loop.call_soon_threadsafe(done.set_result, None)
+    def _answered(self) -> None:
+        data = self._calls.recv(1 << 16)
+        for at in range(0, len(data), 8):
+            self._open.pop(data[at : at + 8]).set_result(None)
 
 
 class AnyAttempt:
@@ -128,27 +137,29 @@ class AnyAttempt:
         )
 
 
-async def serve(pipe: Connection, directory: Path) -> None:
+async def serve(pipe: Connection, calls: socket.socket, directory: Path) -> None:
     clock, ids, counters = SystemClock(), RandomIds(), Counters()
     renderer = Renderer.load(write_tokenizer(directory / "tokenizer"))
     ledger = TokenLedger(directory / "ledger")
     store = TraceStore(directory / "traces", before_seal=ledger.sync)
     recorder = Recorder(store, ledger, counters, clock)
-    calls: dict[str, int] = {}
+    num_answered: collections.Counter[str] = collections.Counter()
     seals: set[asyncio.Task[object]] = set()
 
     def after(attempt_id: str) -> None:
-        calls[attempt_id] = calls.get(attempt_id, 0) + 1
-        if calls[attempt_id] == TURNS_PER_ATTEMPT:
+        num_answered[attempt_id] += 1
+        if num_answered[attempt_id] == TURNS_PER_ATTEMPT:
             asyncio.get_running_loop().call_later(0.02, seal, attempt_id)
 
     def seal(attempt_id: str) -> None:
         seals.add(asyncio.create_task(recorder.seal(attempt_id, EndReason.SUBMITTED, (), 0)))
 
-    engine = FixedTimeEngine((*renderer.codec.encode(REPLY), renderer.end_of_turn_id), after)
+    engine = FixedTimeEngine(calls, (*renderer.codec.encode(REPLY), renderer.end_of_turn_id), after)
     gateway = Gateway(renderer, engine, recorder, AnyAttempt(), ids=ids, clock=clock, counters=counters)
     server = GatewayServer(gateway, KeyRing(SECRET), ids=ids, clock=clock, counters=counters)
     pipe.send(await server.start())
+    gc.collect()
+    gc.freeze()
     cpu_began_s = time.process_time()
     await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
     await asyncio.sleep(0.1)  # the last attempts seal a moment after their last answer
@@ -159,8 +170,8 @@ async def serve(pipe: Connection, directory: Path) -> None:
     await store.close()
 
 
-def run_server(pipe: Connection, directory: str) -> None:
-    uvloop.run(serve(pipe, Path(directory)))
+def run_server(pipe: Connection, calls: socket.socket, directory: str) -> None:
+    uvloop.run(serve(pipe, calls, Path(directory)))
 
 
 class CallClient:
@@ -226,8 +237,12 @@ def measure(num_calls: int) -> dict[str, float]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
         server_pipe, server_end = context.Pipe()
-        server = context.Process(target=run_server, args=(server_end, directory), daemon=True)
+        server_calls, engine_calls = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        engine = context.Process(target=run_engine, args=(engine_calls,), daemon=True)
+        server = context.Process(target=run_server, args=(server_end, server_calls, directory), daemon=True)
+        engine.start()
         server.start()
+        server_calls.close()
         url = server_pipe.recv()
         client_pipe, client_end = context.Pipe()
         client = context.Process(target=run_client, args=(client_end, url, num_calls), daemon=True)
@@ -237,6 +252,7 @@ def measure(num_calls: int) -> dict[str, float]:
         engine_s, num_sealed, cpu_s, counters = server_pipe.recv()
         client.join(10)
         server.join(10)
+        engine.terminate()
     if num_sealed != num_calls // TURNS_PER_ATTEMPT or counters["gateway.segments.first"] != num_sealed:
         raise RuntimeError(f"every attempt must be sealed as one segment, but {num_sealed} were sealed: {counters}")
     ordered = sorted(added_s)

@@ -41,16 +41,16 @@ class TokenCodec:
         tokenizer_json: the content of a Hugging Face ``tokenizer.json``.
 
     Raises:
-        InputError: the tokenizer cannot write one of its control strings as ordinary text, so that content
+        InputError: the content is no tokenizer, or the tokenizer cannot write one of its control strings as ordinary text, so that content
             could become a control token.
     """
 
     def __init__(self, tokenizer_json: bytes) -> None:
         description = msgspec.json.decode(tokenizer_json, type=dict[str, Any])
         self.control_tokens = tuple(_control_token(entry) for entry in description.get("added_tokens", ()))
-        self._tokenizer = Tokenizer.from_str(tokenizer_json.decode("utf-8"))
-        self._plain_start = Tokenizer.from_str(_without_added_tokens(description, is_start=True))
-        self._plain_rest = Tokenizer.from_str(_without_added_tokens(description, is_start=False))
+        self._tokenizer = _tokenizer(tokenizer_json.decode("utf-8"))
+        self._plain_start = _tokenizer(_without_added_tokens(description, is_start=True))
+        self._plain_rest = _tokenizer(_without_added_tokens(description, is_start=False))
         self._encode_cached = functools.lru_cache(_CACHED_PIECES)(self._encode_piece)
         texts = sorted((token.text for token in self.control_tokens), key=len, reverse=True)
         special = [token.text for token in self.control_tokens if token.is_special]
@@ -203,6 +203,13 @@ class _Guard:
             if text[first : first + length] in self._tails:
                 positions.add(first + length - 1)
         return positions
+
+
+def _tokenizer(description: str) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(description)
+    except Exception as error:  # the library raises nothing narrower
+        raise InputError(f"tokenizer.json is not a tokenizer: {error}") from error
 
 
 def _control_token(entry: dict[str, Any]) -> ControlToken:

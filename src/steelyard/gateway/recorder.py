@@ -43,7 +43,7 @@ class TurnStore(Protocol):
     async def seal(
         self, attempt_id: str, end_reason: EndReason, tools: tuple[ToolRecord, ...], bound_version: int
     ) -> SealedTrace: ...
-    async def read(self, attempt_id: str) -> tuple[Trace, str]: ...
+    def read_now(self, attempt_id: str) -> tuple[Trace, str]: ...
 
 
 class Ledger(Protocol):
@@ -149,23 +149,28 @@ class Recorder:
         return turn
 
     async def seal(
-        self, attempt_id: str, end_reason: EndReason, tools: tuple[ToolRecord, ...], bound_version: int
+        self, attempt_id: str, end_reason: EndReason, tools: tuple[ToolRecord, ...], bound_version: int | None
     ) -> SealedTrace:
         """Make the attempt's trace whole and durable. From here on nothing is added to it.
 
         Args:
-            bound_version: the attempt's policy version, reported where nothing was sampled.
+            bound_version: the attempt's policy version, reported where nothing was sampled; None where the
+                attempt is not alive.
 
         Raises:
-            Refused: the attempt was discarded (``late``), or sealed with another ending (``double``).
+            Refused: the attempt was discarded or is not alive (``late``), or was sealed with another ending
+                (``double``).
             IntegrityError: the sealed trace does not hold what was counted.
             StorageFailed: the disk refused; sealing may be tried again.
         """
         log = self._logs.get(attempt_id)
-        if log is None and attempt_id in self._closed and not self._store.is_sealed(attempt_id):
+        if attempt_id in self._closed and not self._store.is_sealed(attempt_id):
             raise Refused("late", f"attempt {attempt_id} was discarded and cannot be sealed")
         if log is not None:
             log.is_closed = True
+            bound_version = log.policy_version
+        if bound_version is None:
+            raise Refused("late", f"attempt {attempt_id} is not alive and cannot be sealed")
         sealed = await self._store.seal(attempt_id, end_reason, tools, bound_version)
         counted = self._ledger.recorded(attempt_id)
         num_turns = sealed.num_turns if log is None else log.history.num_turns
@@ -177,7 +182,7 @@ class Recorder:
         self._close(attempt_id)
         return sealed
 
-    async def discard(self, attempt_id: str) -> int:
+    def discard(self, attempt_id: str) -> int:
         """Throw the attempt away, whether open, sealed or left by a dead process.
 
         Returns:
@@ -189,7 +194,7 @@ class Recorder:
             log.is_closed = True
         self._close(attempt_id)
         if self._store.is_sealed(attempt_id):
-            trace, _ = await self._store.read(attempt_id)
+            trace, _ = self._store.read_now(attempt_id)
             return sum(len(turn.token_ids) for turn in trace.turns)
         turns = self._store.open_turns(attempt_id)
         lost = sum(len(turn.token_ids) for turn in turns)

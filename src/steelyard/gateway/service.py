@@ -19,6 +19,7 @@ of the call, so that siblings differ although their harness asks for one seed. T
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
@@ -108,6 +109,7 @@ class _Planned(msgspec.Struct, kw_only=True):
     stops: tuple[str, ...]
     max_tokens: int | None
     seed: int | None
+    deadline_at_s: float | None
 
 
 class Gateway:
@@ -142,8 +144,11 @@ class Gateway:
         self._parser = HermesParser()
         self._num_open_calls = 0
 
-    async def chat(self, attempt_id: str, request: ChatRequest) -> ChatReply:
+    async def chat(self, attempt_id: str, request: ChatRequest, deadline_at_s: float | None = None) -> ChatReply:
         """Answer one chat request of a live attempt; the turn is recorded before this returns.
+
+        Args:
+            deadline_at_s: the caller's own deadline, where it is before the attempt's.
 
         Raises:
             InputError: the messages are not a conversation, or the template refuses them.
@@ -155,7 +160,13 @@ class Gateway:
         """
         return (await self.complete_chat(attempt_id, request)).reply
 
-    async def complete_chat(self, attempt_id: str, request: ChatRequest, on_text: OnText | None = None) -> Completion:
+    async def complete_chat(
+        self,
+        attempt_id: str,
+        request: ChatRequest,
+        on_text: OnText | None = None,
+        deadline_at_s: float | None = None,
+    ) -> Completion:
         """As :meth:`chat`, with the turn; ``on_text`` gets the content in pieces while it is sampled."""
         binding, log = self._admit(attempt_id)
         messages = normal_messages(request.messages)
@@ -174,6 +185,7 @@ class Gateway:
             stops=request.stop,
             max_tokens=request.max_tokens,
             seed=request.seed,
+            deadline_at_s=deadline_at_s,
         )
         return await self._serve(log, binding, planned, on_text)
 
@@ -215,6 +227,7 @@ class Gateway:
             stops=stop,
             max_tokens=max_tokens,
             seed=seed,
+            deadline_at_s=None,
         )
         return await self._serve(log, binding, planned, on_text)
 
@@ -303,7 +316,11 @@ class Gateway:
                 seed=_seed(bound.seed, planned.seed, log),
             ),
             stop_token_ids=self._renderer.stop_token_ids,
-            deadline_at_s=min(binding.deadline_at_s, now_s + self._limits.turn_deadline_s),
+            deadline_at_s=min(
+                binding.deadline_at_s,
+                now_s + self._limits.turn_deadline_s,
+                math.inf if planned.deadline_at_s is None else planned.deadline_at_s,
+            ),
             stream=is_streaming or bool(planned.stops),
         )
 
