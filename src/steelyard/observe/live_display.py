@@ -5,6 +5,7 @@ remains behind when a terminal gets narrower and wraps them; rich renders the st
 """
 
 import atexit
+import io
 import os
 import threading
 from collections import deque
@@ -60,7 +61,8 @@ class LiveDisplay:
         self._clock = clock
         self._progress = Progress(plan, clock.now_s())
         self._size = size or (lambda: terminal_size(stream))
-        self._console = Console(file=stream, force_terminal=True, legacy_windows=False, highlight=False)
+        # Only renders: rich also writes to its file by itself, and all writing to the terminal must be in one place.
+        self._console = Console(file=io.StringIO(), force_terminal=True, legacy_windows=False, highlight=False)
         # Guards the progress and the pending messages; never held while writing.
         self._lock = threading.Lock()
         self._pending: deque[str] = deque(maxlen=_MAX_PENDING_NOTES)
@@ -140,6 +142,8 @@ class LiveDisplay:
         self._finish()
 
     def _finish(self) -> None:
+        with self._lock:
+            self._progress.has_ended = True
         self._draw()
         self._write(_SHOW_CURSOR)
 

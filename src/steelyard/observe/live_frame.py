@@ -20,10 +20,10 @@ from steelyard.observe.sparkline import sparkline
 from steelyard.observe.statistics import wilson_interval
 from steelyard.observe.time_use import TimeUse
 from steelyard.observe.wording import (
-    clean,
     decimals,
     duration,
     integer,
+    one_line,
     percent,
     signed,
     significant,
@@ -94,7 +94,7 @@ def _labelled(label: str, *parts: str | tuple[str, str]) -> Text:
 
 
 def _head(progress: Progress, now_s: float, width: int) -> Iterable[_Line]:
-    name = clean(progress.plan.run_name)
+    name = one_line(progress.plan.run_name)
     elapsed = stopwatch(now_s - progress.started_at_s)
     title = Text.assemble(("Steelyard", "bold cyan"), "  ", (name, "bold"))
     gap = width - title.cell_len - cell_len(elapsed)
@@ -103,10 +103,10 @@ def _head(progress: Progress, now_s: float, width: int) -> Iterable[_Line]:
     yield _Line(0, title)
     yield _Line(3, _stages(progress))
     if progress.stage_detail and progress.stage is not StageName.TRAIN:
-        yield _Line(5, _labelled(words(progress.stage), clean(progress.stage_detail).replace("\n", " ")))
+        yield _Line(5, _labelled(words(progress.stage), one_line(progress.stage_detail)))
     if progress.max_steps:
         yield _Line(0, _step_bar(progress, width))
-        if progress.stage is not StageName.DONE:
+        if progress.is_under_way:
             yield _Line(1, _labelled("", time_left(progress.time_left(now_s))))
 
 

@@ -44,6 +44,7 @@ class Progress:
     def __init__(self, plan: RunPlan, started_at_s: float) -> None:
         self.plan = plan
         self.started_at_s = started_at_s
+        self.has_ended = False
         self.stage = StageName.PREPARE_POLICY
         self.stage_detail = ""
         self.stages_seen: set[StageName] = set()
@@ -110,6 +111,11 @@ class Progress:
         return [rows[-1] for rows in self.engines.values()]
 
     @property
+    def is_under_way(self) -> bool:
+        """Steps or evaluations may still come: neither is the run done nor has its display been closed."""
+        return not self.has_ended and self.stage not in (StageName.REPORT, StageName.DONE)
+
+    @property
     def num_evaluations_left(self) -> int:
         """Evaluations that the plan still has to come."""
         return max(0, self.plan.num_evaluations - len(self._evaluation_times_s))
@@ -134,7 +140,7 @@ class Progress:
 
     def time_left(self, now_s: float) -> TimeLeft | None:
         """Estimate of what is left; None while too little is known."""
-        if self.stage in (StageName.REPORT, StageName.DONE) or not self.max_steps:
+        if not self.is_under_way or not self.max_steps:
             return None
         work = WorkLeft(
             num_steps=self.max_steps - self.num_steps_done,

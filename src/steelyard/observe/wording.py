@@ -16,6 +16,11 @@ def clean(text: str) -> str:
     return "".join(char if char == "\n" or unicodedata.category(char)[0] != "C" else " " for char in text)
 
 
+def one_line(text: str) -> str:
+    """``text`` cleaned and without line ends."""
+    return clean(text).replace("\n", " ")
+
+
 def words(name: str) -> str:
     """An identifier as words: ``bad_call`` becomes ``bad call``."""
     return name.replace("_", " ")
