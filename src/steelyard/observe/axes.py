@@ -69,9 +69,10 @@ def log_ticks(low: float, high: float) -> list[float]:
     last = max(last, first + 1)
     factors = (1, 2, 5) if last - first <= 2 else (1,)
     ticks = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
-    start = max((tick for tick in ticks if tick <= low * (1 + 1e-9)), default=ticks[0])
-    end = min((tick for tick in ticks if tick >= high * (1 - 1e-9)), default=ticks[-1])
-    return [tick for tick in ticks if start <= tick <= end]
+    start = max((index for index, tick in enumerate(ticks) if tick <= low * (1 + 1e-9)), default=0)
+    end = min((index for index, tick in enumerate(ticks) if tick >= high * (1 - 1e-9)), default=len(ticks) - 1)
+    # Equal values on a tick still need an axis with two ends.
+    return ticks[start : max(end, start + 1) + 1]
 
 
 def value_scale(
