@@ -96,7 +96,9 @@ def warm_up(
     first_loss, total_tokens, step = 0.0, 0, 0
     while step < recipe.num_steps and time.perf_counter() - started_s < recipe.time_limit_s:
         batch = batches.next()
-        loss = _warm_up_step(module, optimizer, batch, recipe, step)
+        done_frac = schedule_frac(step, time.perf_counter() - started_s, recipe)
+        rate = warm_up_rate(done_frac, recipe)
+        loss = _warm_up_step(module, optimizer, batch, rate, recipe.max_grad_norm)
         losses.append(loss)
         first_loss = first_loss or loss
         total_tokens += batch.num_tokens
@@ -124,25 +126,35 @@ def warm_up(
     )
 
 
-def warm_up_rate(step: int, recipe: QuickPolicyRecipe) -> float:
-    """Linear warm-up, then a cosine from ``learning_rate`` down to ``final_rate_frac`` of it (arXiv 1608.03983)."""
-    num_rising = max(1, round(recipe.warmup_frac * recipe.num_steps))
-    if step < num_rising:
-        return recipe.learning_rate * (step + 1) / num_rising
-    done = (step - num_rising) / max(1, recipe.num_steps - num_rising)
+def schedule_frac(step: int, elapsed_s: float, recipe: QuickPolicyRecipe) -> float:
+    """How much of the warm-up is over: by steps, so that it is repeatable; by the clock where half of the time is
+    gone and the steps are behind it."""
+    by_steps = step / recipe.num_steps
+    by_time = elapsed_s / recipe.time_limit_s
+    return min(by_time, 1.0) if by_time > max(0.5, by_steps) else by_steps
+
+
+def warm_up_rate(done_frac: float, recipe: QuickPolicyRecipe) -> float:
+    """Linear rise, then a cosine from ``learning_rate`` down to ``final_rate_frac`` of it (arXiv 1608.03983)."""
+    if done_frac < recipe.warmup_frac:
+        # The first step must move: it counts as the end of its own share.
+        return (
+            recipe.learning_rate * (done_frac + 1.0 / recipe.num_steps) / (recipe.warmup_frac + 1.0 / recipe.num_steps)
+        )
+    fallen = (done_frac - recipe.warmup_frac) / max(1.0 - recipe.warmup_frac, 1e-9)
     floor = recipe.final_rate_frac
-    return recipe.learning_rate * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0))))
+    return recipe.learning_rate * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * fallen)))
 
 
 def _warm_up_step(
-    module: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: WarmUpBatch, recipe: QuickPolicyRecipe, step: int
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: WarmUpBatch, rate: float, max_grad_norm: float
 ) -> float:
     """One step; returns the loss per token to be produced, context left out."""
     optimizer.zero_grad(set_to_none=False)
     logits = logits_at(module, batch.token_ids, batch.positions)
     per_token = torch.nn.functional.cross_entropy(logits, batch.targets, reduction="none")
     torch.autograd.backward((per_token * batch.weights).sum() / batch.weights.sum())
-    apply_step(module, optimizer, warm_up_rate(step, recipe), recipe.max_grad_norm, f"warm-up step {step}")
+    apply_step(module, optimizer, rate, max_grad_norm, "warm-up")
     return float(per_token.detach()[batch.weights == 1.0].mean())
 
 

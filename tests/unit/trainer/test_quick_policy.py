@@ -15,7 +15,14 @@ from steelyard.errors import InputError
 from steelyard.testing.tokenizer import chatml_hermes_template
 from steelyard.trainer.model import load_model
 from steelyard.trainer.model_files import check_model_dir
-from steelyard.trainer.quick_policy import cut_batches, make_batch, new_quick_module, warm_up, warm_up_rate
+from steelyard.trainer.quick_policy import (
+    cut_batches,
+    make_batch,
+    new_quick_module,
+    schedule_frac,
+    warm_up,
+    warm_up_rate,
+)
 from steelyard.trainer.quick_recipe import (
     CALL_TOKENS,
     CONTROL_TOKENS,
@@ -124,12 +131,19 @@ def test_the_default_recipe_has_one_to_four_million_parameters() -> None:
 
 def test_the_rate_rises_and_falls_along_a_cosine() -> None:
     recipe = QuickPolicyRecipe(num_steps=100, learning_rate=1.0, warmup_frac=0.1, final_rate_frac=0.2)
-    rates = [warm_up_rate(step, recipe) for step in range(100)]
-    assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
-    assert rates[10] == 1.0
+    rates = [warm_up_rate(step / 100, recipe) for step in range(101)]
+    assert rates[:11] == pytest.approx([(i + 1) / 11 for i in range(11)])
     assert rates[55] == pytest.approx(0.6)
     assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert 0.2 <= rates[-1] < 0.21
+    assert rates[-1] == pytest.approx(0.2)
+
+
+def test_the_schedule_follows_the_steps_until_a_late_machine_has_used_half_its_time() -> None:
+    recipe = QuickPolicyRecipe(num_steps=100, time_limit_s=50.0)
+    assert schedule_frac(10, 24.0, recipe) == 0.1
+    assert schedule_frac(60, 26.0, recipe) == 0.6
+    assert schedule_frac(10, 30.0, recipe) == 0.6
+    assert schedule_frac(10, 60.0, recipe) == 1.0
 
 
 def test_a_batch_predicts_the_masked_tokens_and_weighs_context() -> None:
