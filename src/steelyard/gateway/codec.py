@@ -41,8 +41,8 @@ class TokenCodec:
         tokenizer_json: the content of a Hugging Face ``tokenizer.json``.
 
     Raises:
-        InputError: the content is no tokenizer, or the tokenizer cannot write one of its control strings as ordinary text, so that content
-            could become a control token.
+        InputError: the content is no tokenizer, or the tokenizer cannot write one of its control strings as
+            ordinary text, so that content could become a control token.
     """
 
     def __init__(self, tokenizer_json: bytes) -> None:

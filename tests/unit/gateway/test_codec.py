@@ -68,15 +68,17 @@ def test_marks_that_are_not_special_are_kept_for_assistant_text(codec: TokenCode
     assert "<|im_end|>" not in text
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.from_file(str(write_tokenizer(tmp_path_factory.mktemp("same")) / "tokenizer.json"))
+
+
 @given(text=st.text())
 def test_ordinary_text_is_encoded_as_the_tokenizer_itself_does(
-    codec: TokenCodec, tmp_path_factory: pytest.TempPathFactory, text: str
+    codec: TokenCodec, tokenizer: Tokenizer, text: str
 ) -> None:
-    whole = Tokenizer.from_file(str(write_tokenizer(tmp_path_factory.getbasetemp() / "same") / "tokenizer.json"))
-    assert (
-        codec.encode(f"<|im_start|>user\n{text}<|im_end|>\n")
-        == whole.encode(f"<|im_start|>user\n{text}<|im_end|>\n", add_special_tokens=False).ids
-    )
+    message = f"<|im_start|>user\n{text}<|im_end|>\n"
+    assert codec.encode(message) == tokenizer.encode(message, add_special_tokens=False).ids
 
 
 def test_a_tokenizer_that_puts_a_space_first_does_so_only_at_the_start() -> None:
