@@ -246,7 +246,8 @@ class LocalEngine:
         timeout_s = max(0.0, request.deadline_at_s - self._clock.now_s()) + self._core.settings.answer_deadline_s
         try:
             await self._in_thread(lambda: self._add(request, caller), "a request to be queued")
-            return await asyncio.wait_for(caller.result, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await caller.result
         except BaseException as error:
             self._commands.append(lambda: self._withdraw(request.request_id, caller))
             self._wake.set()
@@ -310,10 +311,13 @@ class LocalEngine:
     # --- event loop side --------------------------------------------------------------------------
 
     async def _in_thread(self, work: Callable[[], T], what: str) -> T:
-        """Run ``work`` in the engine thread, between two steps, and wait for it."""
+        """Run ``work`` in the engine thread, between two steps, and wait for it. Not run if cancelled before."""
+        # asyncio.timeout, not wait_for: in Python 3.11 the latter loses a cancellation that comes with the result.
         done: Future[T] = Future()
 
         def command() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
             try:
                 answer = work()
             except BaseException as error:  # noqa: BLE001 - it is the caller's to handle, in its own thread
@@ -324,7 +328,8 @@ class LocalEngine:
         self._post(command)
         deadline_s = self._core.settings.answer_deadline_s
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(done), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                return await asyncio.wrap_future(done)
         except TimeoutError:
             raise DeadlineExceeded(what, (self._core.replica_id,), deadline_s) from None
 

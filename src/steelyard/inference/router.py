@@ -204,7 +204,8 @@ class Router:
     async def _probe_one(self, replica: Replica) -> None:
         deadline_s = self._settings.probe_deadline_s
         try:
-            await asyncio.wait_for(replica.health(), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                await replica.health()
         except TimeoutError:
             replica.failed(f"no answer to a probe within {deadline_s} s")
         except RunError as error:
