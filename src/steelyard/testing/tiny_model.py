@@ -4,44 +4,31 @@ import json
 from pathlib import Path
 
 import torch
-import transformers
 
 from steelyard.testing.tokenizer import write_tokenizer
+from steelyard.trainer.quick_policy import new_quick_module
+from steelyard.trainer.quick_recipe import QuickPolicyRecipe
 
-transformers.utils.logging.disable_progress_bar()
+_EMBEDDING_SCALE = 4.0
+"""Random weights then give log-probabilities that differ from token to token, and so from version to version, by
+far more than rounding."""
 
 
-def tiny_config(vocab_size: int = 512) -> transformers.LlamaConfig:
-    """Two layers of width 64 with grouped-query attention and tied embeddings: about 0.13M parameters at 512."""
-    return transformers.LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
+def tiny_recipe(seed: int = 0) -> QuickPolicyRecipe:
+    """Two layers of width 64 with grouped-query attention and tied embeddings: about 0.13M parameters at 512 tokens."""
+    return QuickPolicyRecipe(
+        hidden_size=64, intermediate_size=160, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, seed=seed
     )
 
 
-def tiny_module(seed: int = 0, vocab_size: int = 512, scale: float = 4.0) -> torch.nn.Module:
-    """The module alone, in eval mode.
-
-    ``scale`` multiplies the embedding, so that random weights give log-probabilities that differ from token to token
-    (and so from version to version) by far more than rounding.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        module: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(
-            tiny_config(vocab_size), attn_implementation="sdpa"
-        )
+def tiny_module(seed: int = 0, vocab_size: int = 512) -> torch.nn.Module:
+    """The module alone, in eval mode; the vocabulary is rounded up to a multiple of 16."""
+    module = new_quick_module(tiny_recipe(seed), vocab_size)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if "embed_tokens" in name:
-                parameter.mul_(scale)
-    return module.eval()
+                parameter.mul_(_EMBEDDING_SCALE)
+    return module
 
 
 def write_tiny_model(directory: Path, seed: int = 0, vocab_size: int = 512) -> Path:
@@ -50,6 +37,6 @@ def write_tiny_model(directory: Path, seed: int = 0, vocab_size: int = 512) -> P
     write_tokenizer(directory, vocab_size=vocab_size)
     tokenizer = json.loads((directory / "tokenizer.json").read_bytes())
     num_tokens = 1 + max([*tokenizer["model"]["vocab"].values(), *(t["id"] for t in tokenizer["added_tokens"])])
-    module: transformers.PreTrainedModel = tiny_module(seed, max(vocab_size, num_tokens))
-    module.save_pretrained(directory)
+    module = tiny_module(seed, max(vocab_size, num_tokens))
+    module.save_pretrained(directory)  # type: ignore[operator]
     return directory
