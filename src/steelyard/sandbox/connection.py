@@ -33,8 +33,8 @@ class ConnectedSandbox:
         sock: our end; taken over, made non-blocking, closed by :meth:`close`.
         gone: done when no process of the sandbox is left.
         end: kills it and waits until ``gone``.
-        is_host_alive: whether what carries the sandbox still stands; if so, a sandbox that ends in mid-run
-            was brought down by its program.
+        is_host_alive: whether what carries the sandbox still stands once the sandbox is gone; if so, a sandbox
+            that ends in mid-run was brought down by its program.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class ConnectedSandbox:
             raise self._lost from None
         except ConnectionError as error:
             # Closing on purpose sets the reason first.
-            self._lost = self._lost or self._why_it_ended(operation)
+            self._lost = self._lost or await self._why_it_ended(operation)
             raise self._lost from error
         except BaseException:
             # The stream is out of step: a reply may still be under way.
@@ -158,7 +158,9 @@ class ConnectedSandbox:
         self._is_busy = False
         return reply
 
-    def _why_it_ended(self, operation: bytes) -> SandboxLost:
+    async def _why_it_ended(self, operation: bytes) -> SandboxLost:
+        # The socket ends before the processes do; whether the host of the sandbox ended too shows only then.
+        await asyncio.wait({self._gone}, timeout=_GRACE_S)
         is_by_program = operation == inside.RUN and self._is_host_alive()
         who = "its program" if is_by_program else "the system"
         return SandboxLost(f"{self._label}: the sandbox was brought down by {who}", is_by_program)

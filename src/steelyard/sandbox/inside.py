@@ -229,7 +229,10 @@ def _give_up_privileges() -> None:
 def _receive(requests: socket.socket, num_bytes: int) -> bytes:
     parts = bytearray()
     while len(parts) < num_bytes:
-        part = requests.recv(min(num_bytes - len(parts), 1 << 20))
+        try:
+            part = requests.recv(min(num_bytes - len(parts), 1 << 20))
+        except ConnectionResetError:
+            part = b""
         if not part:
             os._exit(0)
         parts += part

@@ -29,14 +29,18 @@ async def open_pool(config: SandboxConfig, directory: Path) -> WarmPool:
     return WarmPool(starter, config)
 
 
-async def choose_starter(config: SandboxConfig, registry: Registry) -> Starter:
-    """The cheapest starter that works here, seen to work, after a sweep. Raises like :func:`open_pool`."""
+async def choose_starter(config: SandboxConfig, registry: Registry, command: Command | None = None) -> Starter:
+    """The cheapest starter that works here, seen to work, after a sweep. Raises like :func:`open_pool`.
+
+    Args:
+        command: builds the command lines of bubblewrap; by default one for the bubblewrap that is found.
+    """
     if config.kind == "process":
         starter: Starter = ProcessStarter(config, registry)
         await starter.sweep()
         await _try(starter)
         return starter
-    command = Command(config)
+    command = command or Command(config)
     nursery = Nursery(config, command, registry)
     await nursery.sweep()
     try:

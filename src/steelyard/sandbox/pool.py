@@ -33,6 +33,7 @@ class WarmPool:
         self._alive: set[OwnedSandbox] = set()
         self._waiting: deque[asyncio.Future[OwnedSandbox]] = deque()
         self._has_work = asyncio.Event()
+        self._has_work.set()
         self._is_closed = False
         self._refilling = asyncio.create_task(self._refill(), name="sandbox refill")
 
@@ -69,9 +70,10 @@ class WarmPool:
         self._refilling.cancel()
         await asyncio.gather(self._refilling, return_exceptions=True)
         self._fail_waiting(SandboxLost("the sandbox pool was closed"))
+        alive = tuple(self._alive)
         await self._starter.close()
         # The processes are gone; this frees our ends of the sockets.
-        await asyncio.gather(*(sandbox.close() for sandbox in tuple(self._alive)))
+        await asyncio.gather(*(sandbox.close() for sandbox in alive))
 
     async def _take(self) -> OwnedSandbox:
         while self._warm:

@@ -43,7 +43,7 @@ class ProcessStarter:
         )
         self._config = config
         self._registry = registry
-        self._alive: set[HostProcess] = set()
+        self._alive: set[ConnectedSandbox] = set()
 
     async def start(self) -> OwnedSandbox:
         """See :class:`steelyard.sandbox.base.Starter`."""
@@ -53,13 +53,13 @@ class ProcessStarter:
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        self._alive.add(process)
-        process.gone.add_done_callback(functools.partial(self._tidy, process, directory))
 
         async def end() -> None:
             await process.end(_PATIENCE_S, _GONE_DEADLINE_S)
 
         sandbox = ConnectedSandbox(ours, process.gone, end, is_host_alive=lambda: True)
+        self._alive.add(sandbox)
+        process.gone.add_done_callback(functools.partial(self._tidy, sandbox, directory))
         try:
             await sandbox.wait_ready(self._config.start_deadline_s)
         except SandboxLost as lost:
@@ -76,12 +76,12 @@ class ProcessStarter:
 
     async def close(self) -> None:
         """See :class:`steelyard.sandbox.base.Starter`."""
-        await asyncio.gather(*(process.end(0.0, _GONE_DEADLINE_S) for process in self._alive))
+        await asyncio.gather(*(sandbox.close() for sandbox in self._alive))
 
     def _command(self, fd: int) -> list[str]:
         # The module's text may lie where only our own import path finds it, so it is run by path.
         return [sys.executable, "-I", "-S", "-B", inside.__file__, "sandbox", str(fd), limits_json(self._config)]
 
-    def _tidy(self, process: HostProcess, directory: Path, _gone: "asyncio.Future[None]") -> None:
-        self._alive.discard(process)
+    def _tidy(self, sandbox: ConnectedSandbox, directory: Path, _gone: "asyncio.Future[None]") -> None:
+        self._alive.discard(sandbox)
         shutil.rmtree(directory, ignore_errors=True)

@@ -43,19 +43,19 @@ class SingleStarter:
         self._deadline_s = config.start_deadline_s
         self._command = command
         self._registry = registry
-        self._alive: set[HostProcess] = set()
+        self._alive: set[ConnectedSandbox] = set()
 
     async def start(self) -> OwnedSandbox:
         """See :class:`steelyard.sandbox.base.Starter`."""
         process, ours = await HostProcess.start(self._command.single, socket.SOCK_STREAM, self._registry)
-        self._alive.add(process)
-        process.gone.add_done_callback(lambda _: self._alive.discard(process))
 
         async def end() -> None:
             await process.end(_PATIENCE_S, _GONE_DEADLINE_S)
 
         # There is nothing else that could have ended it: what ends in mid-run was ended by its program.
         sandbox = ConnectedSandbox(ours, process.gone, end, is_host_alive=lambda: True)
+        self._alive.add(sandbox)
+        process.gone.add_done_callback(lambda _: self._alive.discard(sandbox))
         try:
             await sandbox.wait_ready(self._deadline_s)
         except SandboxLost as lost:
@@ -74,7 +74,7 @@ class SingleStarter:
 
     async def close(self) -> None:
         """See :class:`steelyard.sandbox.base.Starter`."""
-        await asyncio.gather(*(process.end(0.0, _GONE_DEADLINE_S) for process in self._alive))
+        await asyncio.gather(*(sandbox.close() for sandbox in self._alive))
 
 
 class Nursery:
@@ -93,6 +93,7 @@ class Nursery:
             if self._room is None or not self._room.is_alive:
                 if self._room is not None:
                     logger.error("the sandbox nursery died and is started again: %s", self._room.last_words())
+                    await self._room.close()
                 self._room = await _Room.open(self._command, self._registry, self._deadline_s)
         return await self._room.start(self._deadline_s)
 
@@ -115,7 +116,7 @@ class _Room:
         self._control = control
         self._next_number = 1
         self._gone: dict[int, asyncio.Future[None]] = {}
-        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._read_notices(), name="sandbox nursery notices")
 
     @classmethod
@@ -127,9 +128,8 @@ class _Room:
         """
         process, control = await HostProcess.start(command.nursery, socket.SOCK_SEQPACKET, registry)
         room = cls(process, control)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(room._ready), deadline_s)
-        if room.is_alive and room._ready.done():
+        await asyncio.wait({room._ready}, timeout=deadline_s)
+        if room._ready.done() and room._ready.result():
             return room
         await room.close()
         raise InputError(f"bubblewrap did not start within {deadline_s:g} s: {room.last_words()}; {_ADVICE}")
@@ -183,7 +183,7 @@ class _Room:
             while notice := await loop.sock_recv(self._control, inside.NOTICE.size):
                 operation, number = inside.NOTICE.unpack(notice)
                 if operation == inside.READY:
-                    self._ready.set_result(None)
+                    self._ready.set_result(True)
                 else:
                     self._gone.pop(number).set_result(None)
         except ConnectionError:
@@ -193,15 +193,19 @@ class _Room:
             await asyncio.shield(self._all_gone())
 
     async def _all_gone(self) -> None:
-        if not self._ready.done():
-            self._ready.set_result(None)
         await self._process.end(_PATIENCE_S, _GONE_DEADLINE_S)
+        if not self._ready.done():
+            self._ready.set_result(False)
         for gone in self._gone.values():
             gone.set_result(None)
         self._gone.clear()
 
     async def close(self) -> None:
         """End the nursery, and with it every sandbox."""
-        self._process.kill()
-        await asyncio.wait_for(self._reading, _PATIENCE_S + _GONE_DEADLINE_S)
-        self._control.close()
+        # Its pid 1 ends when it sees the end of the socket, and is reaped by bubblewrap, which a kill would prevent.
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+        try:
+            await asyncio.wait_for(self._reading, _PATIENCE_S + _GONE_DEADLINE_S)
+        finally:
+            self._control.close()
