@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.observe.axes import Scale, log_ticks, place_scale, round_ticks, value_scale
@@ -12,6 +12,7 @@ from steelyard.observe.axes import Scale, log_ticks, place_scale, round_ticks, v
 numbers = st.floats(-1e9, 1e9).filter(lambda number: number == 0 or abs(number) > 1e-6)
 
 
+@settings(deadline=None)
 @given(numbers, numbers)
 def test_round_ticks_are_evenly_spaced_cover_the_range_and_are_few(one: float, other: float) -> None:
     low, high = min(one, other), max(one, other)
@@ -31,6 +32,7 @@ def test_round_ticks_are_the_numbers_one_would_choose(low: float, high: float, t
     assert round_ticks(low, high) == pytest.approx(ticks)
 
 
+@settings(deadline=None)
 @given(st.floats(1e-6, 1e6), st.floats(1, 1e6))
 def test_logarithmic_ticks_cover_the_range(low: float, factor: float) -> None:
     high = low * factor
@@ -39,6 +41,7 @@ def test_logarithmic_ticks_cover_the_range(low: float, factor: float) -> None:
     assert ticks[0] <= low * (1 + 1e-6) and ticks[-1] >= high * (1 - 1e-6) and len(ticks) >= 2
 
 
+@settings(deadline=None)
 @given(st.floats(-100, 100), st.floats(0.1, 100), st.floats(-500, 500))
 def test_a_scale_keeps_order_and_stays_between_its_pixels(low: float, width: float, value: float) -> None:
     scale = Scale(low=low, high=low + width, start=180, end=10)

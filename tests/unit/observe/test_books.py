@@ -1,7 +1,7 @@
 """The books are shown as they are: closing, or by how much not."""
 
 import msgspec
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.observe.books import open_books, prompt_table, token_table
@@ -26,6 +26,7 @@ def test_a_prompt_in_two_places_is_counted_twice() -> None:
     assert open_books(row) == ["the book of prompts does not close: 1 prompts counted twice"]
 
 
+@settings(deadline=None)
 @given(counts, counts, counts, reasons)
 def test_the_gap_of_the_prompts_is_what_the_right_side_lacks(
     issued: int, trained: int, live: int, dropped: dict[str, int]
@@ -35,6 +36,7 @@ def test_the_gap_of_the_prompts_is_what_the_right_side_lacks(
     assert table.closes == (table.gap == 0)
 
 
+@settings(deadline=None)
 @given(counts, counts, reasons, reasons)
 def test_reasons_are_listed_below_their_sum_and_not_added_again(
     trained: int, in_flight: int, rejected: dict[str, int], lost: dict[str, int]

@@ -4,7 +4,7 @@ import math
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.observe.charts import HEIGHT, WIDTH, Chart, Frame, Series, line_chart, stacked_chart
@@ -88,6 +88,7 @@ def test_a_long_run_is_thinned_by_mean_or_by_maximum() -> None:
     assert by_mean.hovers[0].text == "step 0: success 0.100" and by_max.hovers[0].text == "step 0: success 1.00"
 
 
+@settings(deadline=None)
 @given(st.lists(st.none() | st.floats(allow_nan=True, allow_infinity=True, width=32), min_size=1, max_size=500))
 def test_whatever_the_values_all_is_drawn_inside_the_picture(values: list[float | None]) -> None:
     chart = line_chart(Frame(title="Loss"), [float(step) for step in range(len(values))], [series(*values)])

@@ -7,7 +7,8 @@ import pytest
 
 from steelyard.observe.display import show
 from steelyard.observe.live_display import LiveDisplay, terminal_size
-from steelyard.observe.progress import RunPlan
+from steelyard.observe.live_frame import frame
+from steelyard.observe.progress import Progress, RunPlan
 from steelyard.observe.rows import StageName, StageRow
 from steelyard.testing.manual_clock import ManualClock
 from steelyard.testing.metrics_rows import START_S, make_engine, make_step, sample_run
@@ -40,6 +41,21 @@ def test_many_drawings_leave_one_picture() -> None:
     assert watched.count("Steelyard  quickstart-003") == 1
     assert watched.count("23/60") == 1 and watched.count("22/60") == 0
     assert watched.screen.scrolled_off == []
+
+
+def test_the_screen_shows_the_picture_and_nothing_else_even_when_lines_get_shorter_and_fewer() -> None:
+    watched = Watched()
+    progress = Progress(PLAN, START_S)
+    for row in sample_run(num_steps=12):
+        watched.clock.advance(max(0.0, row.at_s - watched.clock.now_s()))
+        show(watched.display, row)
+        progress.take(row)
+        watched.display.refresh()
+        picture = [line.plain.rstrip() for line in frame(progress, watched.clock.now_s(), 80, 29)]
+        assert watched.screen.lines() == picture
+    progress.has_ended = True
+    watched.display.close()
+    assert watched.screen.lines() == [line.plain.rstrip() for line in frame(progress, watched.clock.now_s(), 80, 29)]
 
 
 def test_notes_scroll_away_above_the_picture_and_stay() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.metrics import MetricsFile
@@ -58,6 +58,7 @@ def test_a_torn_last_line_is_skipped_and_counted(tmp_path: Path) -> None:
     assert torn.first_problem.startswith(f"line {len(whole.rows)}:")
 
 
+@settings(deadline=None)
 @given(st.integers(min_value=0, max_value=2000))
 def test_a_file_cut_at_any_byte_gives_the_rows_before_the_cut(length: int) -> None:
     rows = [make_step(step, at_s=START_S + step) for step in range(2)]

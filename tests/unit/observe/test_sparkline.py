@@ -1,6 +1,6 @@
 """Series as block characters."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.observe.sparkline import sparkline
@@ -23,6 +23,7 @@ def test_nothing_and_no_room_give_nothing() -> None:
     assert sparkline([], 8) == "" and sparkline([1.0], 0) == ""
 
 
+@settings(deadline=None)
 @given(st.lists(st.none() | st.floats(-1e9, 1e9), min_size=1, max_size=300), st.integers(1, 60))
 def test_it_is_never_wider_than_asked_and_uses_the_room_there_is(values: list[float | None], width: int) -> None:
     assert len(sparkline(values, width)) == min(len(values), width)

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.observe.statistics import (
@@ -48,6 +48,7 @@ def test_the_interval_of_a_gain_equals_the_values_that_newcombe_published(
     assert (round(gain.low, 4), round(gain.high, 4)) == (low, high)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 2000), st.data())
 def test_the_wilson_bounds_solve_the_score_equation_and_hold_the_estimate(num_trials: int, data: st.DataObject) -> None:
     num_success = data.draw(st.integers(0, num_trials))
@@ -59,6 +60,7 @@ def test_the_wilson_bounds_solve_the_score_equation_and_hold_the_estimate(num_tr
             assert distance == pytest.approx(Z_95 * math.sqrt(bound * (1 - bound) / num_trials), abs=1e-9)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 500), st.data())
 def test_swapping_success_and_failure_mirrors_the_interval(num_trials: int, data: st.DataObject) -> None:
     num_success = data.draw(st.integers(0, num_trials))
@@ -77,6 +79,7 @@ def test_no_trials_have_no_interval_and_impossible_counts_are_refused() -> None:
 floats = st.floats(-1e6, 1e6)
 
 
+@settings(deadline=None)
 @given(st.lists(floats, min_size=1, max_size=40), st.floats(0, 1))
 def test_a_quantile_is_a_value_with_enough_at_or_below_it_and_none_smaller_has(
     values: list[float], level: float
@@ -88,6 +91,7 @@ def test_a_quantile_is_a_value_with_enough_at_or_below_it_and_none_smaller_has(
     assert not smaller or sum(value <= max(smaller) for value in values) < level * len(values) + 1e-9
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(floats, st.integers(0, 4)), max_size=20), st.floats(0, 1))
 def test_a_weight_counts_like_that_many_copies(pairs: list[tuple[float, int]], level: float) -> None:
     values, weights = [value for value, _ in pairs], [float(weight) for _, weight in pairs]
@@ -111,6 +115,7 @@ def test_a_moving_mean_leaves_missing_values_out() -> None:
         moving_mean([1.0], 0)
 
 
+@settings(deadline=None)
 @given(st.lists(floats, min_size=1, max_size=30), st.integers(1, 40))
 def test_a_moving_mean_is_the_mean_of_the_last_values(values: list[float], window: int) -> None:
     for index, found in enumerate(moving_mean(list(values), window)):

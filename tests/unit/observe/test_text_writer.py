@@ -7,17 +7,20 @@ from steelyard.observe.text_writer import TextWriter
 
 
 class BlockedStream(io.StringIO):
-    """Takes nothing until it is released."""
+    """Takes nothing until it is released; ``drained`` says that the text ``last`` is written."""
 
-    def __init__(self) -> None:
+    def __init__(self, last: str = "") -> None:
         super().__init__()
-        self.released = threading.Event()
-        self.entered = threading.Event()
+        self.released, self.entered, self.drained = threading.Event(), threading.Event(), threading.Event()
+        self._last = last
 
     def write(self, text: str) -> int:
         self.entered.set()
         self.released.wait(30)
-        return super().write(text)
+        written = super().write(text)
+        if text == self._last:
+            self.drained.set()
+        return written
 
 
 class BrokenStream(io.StringIO):
@@ -52,15 +55,17 @@ def test_a_blocked_stream_blocks_nobody_and_the_dropped_messages_are_counted() -
 
 
 def test_dropped_messages_are_reported_once_the_reader_goes_on() -> None:
-    stream = BlockedStream()
+    stream = BlockedStream(last="1\n")
     writer = TextWriter(stream, max_pending=2)
     writer.write("first\n")
     assert stream.entered.wait(30)
     for number in range(5):
         writer.write(f"{number}\n")
     stream.released.set()
+    assert stream.drained.wait(30)
+    writer.write("next\n")
     writer.close(deadline_s=30)
-    assert stream.getvalue() == "first\n0\n1\n"
+    assert stream.getvalue() == "first\n0\n1\n(3 messages were dropped: nobody read them)\nnext\n"
 
 
 def test_a_broken_stream_is_tried_once_and_then_left_alone() -> None:
