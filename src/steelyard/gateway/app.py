@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from steelyard.clock import Clock
-from steelyard.errors import DeadlineExceeded, EngineError, InputError, Refused, RunError, SteelyardError
+from steelyard.errors import DeadlineExceeded, EngineError, InputError, Refused, RunError
 from steelyard.gateway.capability import KeyRing
 from steelyard.gateway.dialects import openai, openai_replies
 from steelyard.gateway.service import Completion, Gateway, Overloaded
@@ -102,9 +102,11 @@ class GatewayServer:
         app.router.add_get("/v1/models", self._answer(self._models))
         app.router.add_get("/health", self._health)
         app.router.add_route("*", "/{path:.*}", self._answer(self._unknown))
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=self._limits.shutdown_s
+        )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port, shutdown_timeout=self._limits.shutdown_s)
+        site = web.TCPSite(self._runner, self._host, self._port)
         try:
             await site.start()
         except OSError as error:
@@ -213,7 +215,7 @@ class GatewayServer:
         try:
             completion = work.result()
             _require_room(completion)
-        except (SteelyardError, HttpError) as error:
+        except Exception as error:
             if not response.prepared:
                 raise
             await self._write(response, openai_replies.event(self._as_http(error).body))

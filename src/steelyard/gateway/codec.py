@@ -49,6 +49,7 @@ class TokenCodec:
         description = msgspec.json.decode(tokenizer_json, type=dict[str, Any])
         self.control_tokens = tuple(_control_token(entry) for entry in description.get("added_tokens", ()))
         self._tokenizer = _tokenizer(tokenizer_json.decode("utf-8"))
+        self.num_ids = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._plain_start = _tokenizer(_without_added_tokens(description, is_start=True))
         self._plain_rest = _tokenizer(_without_added_tokens(description, is_start=False))
         self._encode_cached = functools.lru_cache(_CACHED_PIECES)(self._encode_piece)

@@ -29,7 +29,6 @@ from steelyard.types import (
 )
 
 _LOG = logging.getLogger(__name__)
-_LOGPROB_SLACK = 1e-3
 _MAX_CLOSED = 1 << 16
 
 
@@ -263,7 +262,7 @@ def _fault_of(request: GenerateRequest, result: GenerateResult) -> str | None:
 
 def _logprob_fault(values: tuple[float, ...], field: str) -> str | None:
     for position, value in enumerate(values):
-        if not (math.isfinite(value) and value <= _LOGPROB_SLACK):
+        if not (math.isfinite(value) and value <= 0.0):
             return f"{field}[{position}] must be finite and at most 0, not {value}"
     return None
 

@@ -158,7 +158,7 @@ class Gateway:
             EngineError: the engine failed or broke its contract.
             StorageFailed: the turn could not be recorded.
         """
-        return (await self.complete_chat(attempt_id, request)).reply
+        return (await self.complete_chat(attempt_id, request, deadline_at_s=deadline_at_s)).reply
 
     async def complete_chat(
         self,
@@ -206,9 +206,9 @@ class Gateway:
         """
         binding, log = self._admit(attempt_id)
         parent, break_reason = None, None
+        if not prompt:
+            raise InputError("prompt must not be empty")
         if isinstance(prompt, str):
-            if not prompt:
-                raise InputError("prompt must not be empty")
             parent = log.history.find_text(prompt)
             if parent is None:
                 made = self._renderer.text_prompt(prompt)
@@ -216,6 +216,9 @@ class Gateway:
                 extension = self._renderer.text_extension(parent.as_previous(), parent.reply_text, prompt)
                 made, break_reason = extension.prompt, extension.break_reason
         else:
+            num_ids = self._renderer.codec.num_ids
+            if min(prompt) < 0 or max(prompt) >= num_ids:
+                raise InputError(f"prompt must hold token ids from 0 to {num_ids - 1}")
             parent = log.history.find_tokens(prompt)
             made = Prompt(token_ids=prompt, text=self._renderer.codec.decode(prompt), messages=())
         planned = _Planned(

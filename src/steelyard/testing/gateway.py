@@ -20,10 +20,12 @@ from steelyard.traces.ledger import TokenLedger
 from steelyard.traces.store import TraceStore
 from steelyard.types import (
     AttemptBinding,
+    EndReason,
     FinishReason,
     GenerateRequest,
     GenerateResult,
     Sampling,
+    SealedTrace,
     TokenChunk,
     VersionSpan,
 )
@@ -48,30 +50,39 @@ class Say(msgspec.Struct, frozen=True, kw_only=True):
 class ScriptedGenerator:
     """An engine that gives the scripted answers in order and keeps the requests that it got.
 
-    ``requests``, ``aborted`` and ``cancelled`` show what was asked of it.
+    ``requests``, ``aborted`` and ``cancelled`` show what was asked of it; ``started`` is set when an answer has
+    been streamed, ``left`` when a caller was cancelled.
     """
 
     def __init__(self, codec: TokenCodec, end_of_turn_id: int, script: Sequence[Say | str]) -> None:
         self._codec = codec
         self._end_of_turn_id = end_of_turn_id
         self._script = [Say(text=entry) if isinstance(entry, str) else entry for entry in script]
+        self._tokens: dict[int, tuple[int, ...]] = {}
         self.requests: list[GenerateRequest] = []
         self.aborted: list[str] = []
         self.cancelled: list[str] = []
         self.started = asyncio.Event()
+        self.left = asyncio.Event()
         self._released = asyncio.Event()
 
     def release(self) -> None:
         """Let held answers go on."""
         self._released.set()
 
+    def say_tokens(self, index: int, token_ids: tuple[int, ...]) -> None:
+        """Let answer ``index`` be exactly these tokens."""
+        self._tokens[index] = token_ids
+
     async def generate(
         self, request: GenerateRequest, on_tokens: Callable[[TokenChunk], None] | None = None
     ) -> GenerateResult:
         """The next scripted answer, token by token where it is streamed."""
-        say = self._script[len(self.requests)]
+        index = len(self.requests)
+        say = self._script[index]
         self.requests.append(request)
-        token_ids = (*self._codec.encode(say.text), *([self._end_of_turn_id] if say.ends else []))
+        said = (*self._codec.encode(say.text), *([self._end_of_turn_id] if say.ends else []))
+        token_ids = self._tokens.get(index, said)
         finish = say.finish_reason or (FinishReason.STOP if say.ends else FinishReason.LENGTH)
         sent = 0
         try:
@@ -88,6 +99,7 @@ class ScriptedGenerator:
                 await self._released.wait()
         except asyncio.CancelledError:
             self.cancelled.append(request.request_id)
+            self.left.set()
             raise
         return msgspec.structs.replace(scripted_result(request, token_ids, finish), **say.changes)
 
@@ -150,6 +162,7 @@ class GatewayWorld:
         limits: GatewayLimits | None = None,
         http_limits: HttpLimits | None = None,
         clock: Clock | None = None,
+        port: int = 0,
     ) -> None:
         self.clock = clock or SystemClock()
         self.counters = Counters()
@@ -172,12 +185,16 @@ class GatewayWorld:
             limits=limits,
         )
         self.server = GatewayServer(
-            self.gateway, self.keys, ids=ids, clock=self.clock, counters=self.counters, limits=http_limits
+            self.gateway, self.keys, ids=ids, clock=self.clock, counters=self.counters, port=port, limits=http_limits
         )
 
     def key(self, attempt_id: str = ATTEMPT) -> str:
         """An API key that is valid for an hour."""
         return self.keys.issue(attempt_id, self.clock.now_s() + 3600)
+
+    async def seal(self, attempt_id: str = ATTEMPT) -> SealedTrace:
+        """Seal the attempt as a harness does when the agent has submitted."""
+        return await self.recorder.seal(attempt_id, EndReason.SUBMITTED, (), None)
 
     async def close(self) -> None:
         """Stop the server and give the files back."""

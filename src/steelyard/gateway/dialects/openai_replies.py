@@ -171,7 +171,8 @@ def _chat_logprobs(turn: Turn | None, shown: tuple[int, ...], text_of: TextOf) -
     content = []
     for token, logprob in zip(shown, logprobs, strict=False):
         text = text_of((token,))
-        content.append({"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8")), "top_logprobs": []})
+        data = None if "\ufffd" in text else list(text.encode("utf-8"))  # a part of a character has no text
+        content.append({"token": text, "logprob": logprob, "bytes": data, "top_logprobs": []})
     return {"content": content, "refusal": None}
 
 
