@@ -84,6 +84,8 @@ def checkpointed(state: State, event: e.Checkpointed) -> tuple[fx.Effect, ...]:
     require(event.step >= last, event, f"step must not go back: {event.step} after {last}")
     if event.step != last:
         state.checkpoints = [*state.checkpoints, event.step][-KEPT_CHECKPOINTS:]
+    state.checkpoint_digests[event.step] = event.digest
+    state.checkpoint_digests = {step: state.checkpoint_digests[step] for step in state.checkpoints}
     for step in [step for step in state.steps if step < state.horizon_step]:
         for group_id in state.steps.pop(step).group_ids:
             forget_group(state, state.groups[group_id])

@@ -196,6 +196,7 @@ class State:
         self.steps: dict[int, Step] = {}
         self.next_step = 0
         self.checkpoints: list[int] = []
+        self.checkpoint_digests: dict[int, str] = {}
         self.kept_batches: set[int] = set()
         self.next_position = 0
         self.evaluations: dict[str, Evaluation] = {}

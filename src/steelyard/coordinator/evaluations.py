@@ -127,4 +127,5 @@ def _result(label: str, evaluation: Evaluation, group_id: str, member: MemberRes
         outcome=member.outcome,
         score=member.score,
         trace=member.report.trace if member.report else None,
+        artifact_digest=member.report.artifact_digest if member.report else None,
     )

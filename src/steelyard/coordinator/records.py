@@ -110,7 +110,8 @@ class PendingStep(Record, frozen=True, kw_only=True):
 
 
 class EvaluationResult(Record, frozen=True, kw_only=True):
-    """How one rollout of an evaluation ended. ``score`` and ``trace`` are None where it was never scored."""
+    """How one rollout of an evaluation ended. ``score``, ``trace`` and ``artifact_digest`` are None where
+    it was never scored."""
 
     label: str
     version: int
@@ -121,6 +122,7 @@ class EvaluationResult(Record, frozen=True, kw_only=True):
     outcome: Outcome
     score: Score | None
     trace: SealedTrace | None
+    artifact_digest: str | None
 
     @property
     def is_success(self) -> bool:

@@ -10,7 +10,6 @@ digest in hex, a newline, and the msgpack bytes of the Trace that the digest is 
 """
 
 import os
-import re
 import struct
 from collections.abc import Callable, Set
 from pathlib import Path
@@ -22,14 +21,12 @@ from steelyard.digests import digest_bytes
 from steelyard.errors import IntegrityError, Refused
 from steelyard.traces.blobs import DurableWriter, FaultHook, no_fault, storage_failed
 from steelyard.traces.ledger import append_whole
+from steelyard.traces.sealed import SealedTraces, trace_path
 from steelyard.types import EndReason, SealedTrace, ToolRecord, Trace, Turn
 
 _FRAME = struct.Struct("<IQ")  # bytes of the payload, xxh3-64 of the payload
-_ATTEMPT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_DIGEST_CHARS = 32
 _TURN_ENCODER = msgspec.msgpack.Encoder()
 _TURN_DECODER = msgspec.msgpack.Decoder(Turn)
-_TRACE_DECODER = msgspec.msgpack.Decoder(Trace)
 
 
 class TraceStore:
@@ -46,6 +43,7 @@ class TraceStore:
         self._open = root / "open"
         self._sealed = root / "sealed"
         self._fault = fault
+        self._reader = SealedTraces(root)
         for directory in (self._open, self._sealed):
             directory.mkdir(parents=True, exist_ok=True)
         self._writer = DurableWriter(root / "tmp", "trace", fault, before_group=before_seal)
@@ -56,7 +54,7 @@ class TraceStore:
         Raises:
             StorageFailed: the disk refused; the open trace is as before.
         """
-        path = self._path(self._open, turn.attempt_id)
+        path = trace_path(self._open, turn.attempt_id)
         frame = encode_frame(turn)
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -76,7 +74,7 @@ class TraceStore:
         Raises:
             StorageFailed: the disk refused.
         """
-        path = self._path(self._open, attempt_id)
+        path = trace_path(self._open, attempt_id)
         try:
             os.truncate(path, num_bytes)
         except OSError as error:
@@ -88,7 +86,7 @@ class TraceStore:
         Raises:
             IntegrityError: a frame before the last one is damaged.
         """
-        path = self._path(self._open, attempt_id)
+        path = trace_path(self._open, attempt_id)
         return read_frames(path, path.read_bytes()) if path.exists() else ()
 
     def open_attempts(self) -> tuple[str, ...]:
@@ -101,7 +99,7 @@ class TraceStore:
 
     def is_sealed(self, attempt_id: str) -> bool:
         """Whether the attempt has a sealed trace, which nothing may be added to."""
-        return self._path(self._sealed, attempt_id).exists()
+        return self._reader.is_sealed(attempt_id)
 
     async def seal(
         self, attempt_id: str, end_reason: EndReason, tools: tuple[ToolRecord, ...], bound_version: int
@@ -126,8 +124,8 @@ class TraceStore:
             )
             data = msgspec.msgpack.encode(trace)
             digest = digest_bytes(data)
-            await self._writer.write(self._path(self._sealed, attempt_id), digest.encode("ascii") + b"\n" + data)
-        self._path(self._open, attempt_id).unlink(missing_ok=True)
+            await self._writer.write(trace_path(self._sealed, attempt_id), digest.encode("ascii") + b"\n" + data)
+        trace_path(self._open, attempt_id).unlink(missing_ok=True)
         return describe(trace, digest, bound_version)
 
     async def read(self, attempt_id: str) -> tuple[Trace, str]:
@@ -140,25 +138,7 @@ class TraceStore:
 
     def read_now(self, attempt_id: str) -> tuple[Trace, str]:
         """As ``read``, blocking; for commands that do nothing else."""
-        path = self._path(self._sealed, attempt_id)
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            raise IntegrityError(f"attempt {attempt_id} must have a sealed trace, but there is no {path}") from None
-        stated = data[:_DIGEST_CHARS].decode("ascii", errors="replace")
-        body = memoryview(data)[_DIGEST_CHARS + 1 :]
-        if (found := digest_bytes(body)) != stated:
-            raise IntegrityError(f"trace {attempt_id} must have digest {stated}, but its bytes have {found} ({path})")
-        try:
-            trace = _TRACE_DECODER.decode(body)
-        except msgspec.DecodeError as error:
-            raise IntegrityError(f"trace {attempt_id} is not a Trace record: {error} ({path})") from error
-        foreign = {trace.attempt_id, *(turn.attempt_id for turn in trace.turns)} - {attempt_id}
-        if foreign:
-            raise IntegrityError(
-                f"trace {attempt_id} must hold that attempt only, but holds {sorted(foreign)} ({path})"
-            )
-        return trace, stated
+        return self._reader.read_now(attempt_id)
 
     async def sweep(self, keep: Set[str], min_age_s: float, now_s: float) -> tuple[str, ...]:
         """Delete traces, open or sealed, of attempts outside ``keep`` that were last written ``min_age_s`` ago.
@@ -189,12 +169,6 @@ class TraceStore:
                 path.unlink()
                 deleted.add(path.name)
         return tuple(sorted(deleted))
-
-    @staticmethod
-    def _path(directory: Path, attempt_id: str) -> Path:
-        if not _ATTEMPT_ID.fullmatch(attempt_id):
-            raise IntegrityError(f"an attempt id must be letters, digits, '_' and '-', not {attempt_id!r}")
-        return directory / attempt_id
 
 
 def describe(trace: Trace, digest: str, bound_version: int) -> SealedTrace:

@@ -1,0 +1,47 @@
+"""``steelyard doctor``: who waits for whom, since when, until which deadline."""
+
+import argparse
+import sys
+
+from steelyard import config_file
+from steelyard.cli.train import Subparsers
+from steelyard.clock import SystemClock
+from steelyard.coordinator.doctor import diagnose
+from steelyard.coordinator.entities import State
+from steelyard.coordinator.journal.base import checked_events
+from steelyard.coordinator.journal.sqlite import SqliteJournalReader
+from steelyard.coordinator.records import CoordinatorSettings
+from steelyard.coordinator.state import apply
+from steelyard.run.directory import existing_directory
+
+
+def add_parser(commands: "Subparsers[argparse.ArgumentParser]") -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "doctor",
+        help="who waits for whom, since when",
+        description="Read the journal of a run, going on or not, print who waits for whom and what is alarming.",
+    )
+    parser.add_argument("run", metavar="RUN", help="run directory")
+    parser.set_defaults(run_command=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    directory = existing_directory(options.run)
+    reader = SqliteJournalReader(directory.journal)
+    state = State()
+    head = reader.head()
+    # The run may go on meanwhile: what was written after the head was read is left for the next look.
+    records = (record for record in reader.records() if record.number <= head.number)
+    for event in checked_events(records, head):
+        apply(state, event)
+    settings = CoordinatorSettings.from_config(config_file.load(directory.config))
+    diagnosis = diagnose(state, settings, SystemClock().now_s())
+    if state.run is None:
+        sys.stdout.write("the run has not begun\n")
+    elif state.run.is_finished:
+        sys.stdout.write("the run is finished; nobody waits\n")
+    for line in diagnosis.lines():
+        sys.stdout.write(line + "\n")
+    return 0

@@ -1,0 +1,74 @@
+"""``steelyard``: parses the command line and turns errors into messages and exit codes.
+
+Exit codes: 0 done, 1 a check failed, 2 bad input, 3 the run failed and can be resumed, 130 interrupted.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from steelyard import __version__
+from steelyard.cli import audit, doctor, evaluate, show, train
+from steelyard.errors import InputError, SteelyardError
+
+EXIT_DONE = 0
+EXIT_CHECK_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_RUN_FAILED = 3
+EXIT_INTERRUPTED = 130
+
+_DESCRIPTION = """\
+Train LLM agents that call tools, and prove where every trained token came from.
+
+  steelyard train examples/quickstart.yaml      the whole loop, on a plain CPU
+  steelyard show RUN                            what the agent did, one rollout at a time
+  steelyard audit RUN                           prove the run from its journal and stores alone
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. Never raises for bad input or a failed run."""
+    parser = _parser()
+    options = _parse(parser, arguments)
+    if options.command is None:
+        parser.print_help()
+        return EXIT_BAD_INPUT
+    command: Callable[[argparse.Namespace], int] = options.run_command
+    try:
+        return command(options)
+    except InputError as error:
+        return _complain(str(error), EXIT_BAD_INPUT)
+    except SteelyardError as error:
+        return _complain(str(error), EXIT_RUN_FAILED)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; the interpreter must not complain while it flushes.
+        sys.stderr.close()
+        return EXIT_DONE
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse; overrides may stand behind options, where argparse takes no more positional arguments."""
+    options, rest = parser.parse_known_args(arguments)
+    if rest:
+        if "overrides" not in options or any(word.startswith("-") for word in rest):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        options.overrides = [*options.overrides, *rest]
+    return options
+
+
+def _complain(message: str, code: int) -> int:
+    sys.stderr.write(f"steelyard: {message}\n")
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="steelyard", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"steelyard {__version__}")
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
+    for module in (train, evaluate, audit, show, doctor):
+        module.add_parser(commands)
+    return parser

@@ -1,0 +1,103 @@
+"""Small bridges between a stage's Protocol and the neighbour that serves it."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from steelyard.clock import Clock
+from steelyard.coordinator.service import Coordinator
+from steelyard.errors import DeadlineExceeded
+from steelyard.gateway.recorder import Recorder
+from steelyard.gateway.service import Gateway
+from steelyard.run.news import ToolTimes
+from steelyard.types import (
+    ArtifactReport,
+    AttemptBinding,
+    AttemptFailure,
+    ChatReply,
+    ChatRequest,
+    EndReason,
+    Lease,
+    SealedTrace,
+    ToolRecord,
+)
+
+
+class LiveAttempts:
+    """The coordinator's leases as the gateway's directory of attempts.
+
+    ``attempt_deadline_s``: an attempt's last model call ends so long after its lease was issued.
+    """
+
+    def __init__(self, coordinator: Coordinator, max_context_tokens: int, attempt_deadline_s: float) -> None:
+        self._coordinator = coordinator
+        self._max_context_tokens = max_context_tokens
+        self._attempt_deadline_s = attempt_deadline_s
+
+    def binding(self, attempt_id: str) -> AttemptBinding | None:
+        """What a live attempt is bound to; None for any other."""
+        lease = self._coordinator.live_lease(attempt_id)
+        if lease is None:
+            return None
+        return AttemptBinding(
+            policy_version=lease.policy_version,
+            sampling=lease.sampling,
+            max_context_tokens=self._max_context_tokens,
+            deadline_at_s=lease.issued_at_s + self._attempt_deadline_s,
+        )
+
+
+class Leases:
+    """The coordinator as a harness worker sees it."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    async def lease(self, worker_id: str, max_leases: int, wait_s: float) -> Sequence[Lease]:
+        return await self._coordinator.lease(worker_id, max_leases, wait_s)
+
+    async def start(self, attempt_id: str, attempt_number: int) -> None:
+        await self._coordinator.start(attempt_id, attempt_number)
+
+    async def heartbeat(self, worker_id: str, attempts: Mapping[str, int]) -> Sequence[str]:
+        return await self._coordinator.heartbeat(worker_id, tuple(attempts))
+
+    async def artifact_ready(self, report: ArtifactReport) -> None:
+        await self._coordinator.artifact_ready(report)
+
+    async def attempt_failed(self, failure: AttemptFailure) -> None:
+        await self._coordinator.attempt_failed(failure)
+
+
+class InProcessChat:
+    """The gateway as the built-in harness calls it: no HTTP in between."""
+
+    def __init__(self, gateway: Gateway, clock: Clock) -> None:
+        self._gateway = gateway
+        self._clock = clock
+
+    async def chat(self, attempt_id: str, request: ChatRequest, deadline_at_s: float) -> ChatReply:
+        limit_s = deadline_at_s - self._clock.now_s()
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._gateway.chat(attempt_id, request)
+        except TimeoutError:
+            raise DeadlineExceeded(f"a model call of {attempt_id}", ("gateway",), limit_s) from None
+
+
+class Sealer:
+    """The recorder as the harness sees it; latencies of tools are noted on the way."""
+
+    def __init__(self, recorder: Recorder, attempts: LiveAttempts, times: ToolTimes) -> None:
+        self._recorder = recorder
+        self._attempts = attempts
+        self._times = times
+
+    async def seal(self, attempt_id: str, end_reason: EndReason, tools: tuple[ToolRecord, ...]) -> SealedTrace:
+        for tool in tools:
+            self._times.note_tool(tool.latency_s, tool.outcome)
+        binding = self._attempts.binding(attempt_id)
+        bound_version = -1 if binding is None else binding.policy_version
+        return await self._recorder.seal(attempt_id, end_reason, tools, bound_version)
+
+    async def discard(self, attempt_id: str) -> int:
+        return self._recorder.discard(attempt_id)

@@ -1,0 +1,121 @@
+"""The real stores behind ``audit``: every file is read and hashed again, nothing is trusted."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from steelyard import config_file
+from steelyard.assembly.advantage import group_advantages
+from steelyard.coordinator.audit import AuditReport, audit
+from steelyard.coordinator.audit_evidence import AdvantageFunction, AuditStores, StoredVersion
+from steelyard.coordinator.journal.sqlite import SqliteJournalReader
+from steelyard.digests import digest_bytes, digest_file
+from steelyard.errors import IntegrityError
+from steelyard.run.directory import RunDirectory
+from steelyard.traces.ledger import read_ledger
+from steelyard.traces.sealed import SealedTraces
+from steelyard.types import FileDigest, Score, StepBatch, Trace
+from steelyard.weights.manifest import file_digest, read_manifest
+
+_CHECKPOINT_MANIFEST = "checkpoint.json"
+
+
+def audit_run(directory: RunDirectory) -> AuditReport:
+    """Check every invariant of the run in ``directory``.
+
+    Raises:
+        IntegrityError: the journal cannot be opened at all.
+    """
+    config = config_file.load(directory.config)
+    stores = AuditStores(
+        journal=SqliteJournalReader(directory.journal),
+        traces=_Traces(directory.traces),
+        batches=_Batches(directory.batches),
+        artifacts=_Artifacts(directory.artifacts),
+        weights=_Weights(directory),
+        checkpoints=_Checkpoints(directory.checkpoints),
+        recorded=read_ledger(directory.traces / "recorded.log"),
+        advantages=_advantages(config.algorithm.normalise_by_std),
+    )
+    return audit(stores)
+
+
+def _advantages(normalise_by_std: bool) -> AdvantageFunction:
+    def compute(scores: Sequence[Score]) -> Mapping[str, float]:
+        group = group_advantages(scores, normalise_by_std=normalise_by_std)
+        return dict(zip(group.attempt_ids, group.advantages, strict=True))
+
+    return compute
+
+
+class _Traces:
+    def __init__(self, root: Path) -> None:
+        self._store = SealedTraces(root)
+
+    def read(self, attempt_id: str) -> tuple[Trace, str]:
+        return self._store.read_now(attempt_id)
+
+
+class _Batches:
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def read(self, step: int) -> tuple[StepBatch, str]:
+        path = self._root / f"step-{step:06d}.msgpack"
+        try:
+            data = path.read_bytes()
+            return msgspec.msgpack.decode(data, type=StepBatch), digest_bytes(data)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise IntegrityError(f"the batch of step {step} must be readable at {path}: {error}") from error
+
+
+class _Artifacts:
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def digest(self, artifact_digest: str) -> str:
+        path = self._root / artifact_digest[:2] / artifact_digest
+        try:
+            return digest_file(path)[0]
+        except OSError as error:
+            raise IntegrityError(f"artifact {artifact_digest} must be stored at {path}: {error}") from error
+
+
+class _Weights:
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+
+    def read(self, version: int) -> StoredVersion:
+        path = self._directory.version(version)
+        manifest = read_manifest(path)
+        try:
+            files = tuple(file_digest(path / file.name) for file in manifest.files)
+        except OSError as error:
+            raise IntegrityError(f"version {version} must hold the files of its manifest: {error}") from error
+        return StoredVersion(manifest=manifest, files=files)
+
+
+class _Checkpoints:
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def digest(self, step: int) -> str | None:
+        folder = self._root / f"step-{step:06d}"
+        if not folder.is_dir():
+            return None
+        try:
+            manifest = (folder / _CHECKPOINT_MANIFEST).read_bytes()
+            files = msgspec.json.decode(manifest, type=_CheckpointFiles).files
+            for file in files:
+                if file_digest(folder / file.name) != file:
+                    return f"{file.name} is damaged"
+        except (OSError, msgspec.MsgspecError) as error:
+            return f"unreadable: {error}"
+        return digest_bytes(manifest)
+
+
+class _CheckpointFiles(msgspec.Struct):
+    """The part of a checkpoint's manifest that its reader here needs; reading the whole would load torch."""
+
+    files: tuple[FileDigest, ...]

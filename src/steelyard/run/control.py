@@ -1,0 +1,245 @@
+"""The control process of one run: puts the stages together, runs their loops, and ends them together.
+
+::
+
+    open stores and journal -> start children -> bring the weights up (or back) -> loops until the work is done
+
+    loops     harness, scoring, versions, router probes, news for people, deaths of children
+    work      train, evaluate, finish
+
+The end or failure of any loop ends all; what the journal holds is then what counts.
+"""
+
+import asyncio
+import tempfile
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from steelyard import config_file
+from steelyard.clock import Clock, SystemClock
+from steelyard.config import Config
+from steelyard.coordinator.journal.base import Journal
+from steelyard.coordinator.journal.memory import MemoryJournal
+from steelyard.coordinator.journal.sqlite import SqliteJournal
+from steelyard.coordinator.records import CoordinatorSettings
+from steelyard.coordinator.service import Coordinator
+from steelyard.digests import digest_bytes
+from steelyard.environments.base import Environment
+from steelyard.environments.base import Services as EnvironmentServices
+from steelyard.environments.registry import make_environment
+from steelyard.errors import RunError
+from steelyard.gateway.recorder import Recorder
+from steelyard.ids import IdSource, RandomIds
+from steelyard.inference.client import EngineClient
+from steelyard.inference.router import Router
+from steelyard.observe.rows import EvaluationLabel, StageName
+from steelyard.processes.channel import supervise
+from steelyard.processes.faults import FaultPlan, fault_hook
+from steelyard.run.directory import RunDirectory
+from steelyard.run.evaluation import Evaluator
+from steelyard.run.news import News
+from steelyard.run.processes import Children, stopping
+from steelyard.run.recovery import replay, starting_point
+from steelyard.run.rollouts import RolloutSide
+from steelyard.run.stores import Stores
+from steelyard.run.training import TrainingLoop
+from steelyard.run.versions import VersionKeeper
+from steelyard.sandbox.function_calls import run_function_calls
+from steelyard.tasks.sampler import ShuffledStream
+from steelyard.trainer.client import TrainerClient
+
+_ENDLESS = 1 << 30
+"""Tasks of an environment that names no number: more than any run draws."""
+_MAX_REPLAYS = 3
+TRAIN_SPLIT = "train"
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What one run is made of. ``policy_dir`` holds the starting policy; ``fault`` is for rehearsals."""
+
+    config: Config
+    directory: RunDirectory
+    policy_dir: Path
+    news: News
+    fault: FaultPlan | None = None
+
+
+@dataclass(frozen=True)
+class Foundation:
+    """The parts that stand before any child runs."""
+
+    clock: Clock
+    ids: IdSource
+    stores: Stores
+    environment: Environment
+    coordinator: Coordinator
+    recorder: Recorder
+    children: Children
+
+
+async def run_control(context: RunContext) -> None:
+    """Carry the run through, from wherever its journal stands.
+
+    Raises:
+        RunError: a part failed; the run can be resumed.
+        InputError: a port is in use, or this machine does not allow the sandbox.
+    """
+    async with AsyncExitStack() as stack:
+        foundation = await _lay_foundation(context, stack)
+        await foundation.coordinator.abandon("the control process was started again")
+        await Control(context, foundation).run()
+
+
+async def _lay_foundation(context: RunContext, stack: AsyncExitStack) -> Foundation:
+    """Open stores and journal; whatever is opened is closed by ``stack``."""
+    config, directory = context.config, context.directory
+    clock, ids, fault = SystemClock(), RandomIds(), fault_hook(context.fault, "control")
+    directory.make_folders()
+    stores = Stores.open(directory, fault)
+    stack.push_async_callback(stores.close)
+    stores.versions.sweep()
+    services = EnvironmentServices(run_function=run_function_calls, call_deadline_s=config.sandbox.call_deadline_s)
+    environment = make_environment(config.environment.kind, config.environment.options, services)
+    recorder = Recorder(stores.traces, stores.ledger, context.news.counters, clock)
+    is_durable = config.journal.kind == "sqlite"
+    journal: Journal = SqliteJournal(directory.journal, fault) if is_durable else MemoryJournal()
+    coordinator = await Coordinator.open(
+        journal=journal,
+        settings=CoordinatorSettings.from_config(config),
+        clock=clock,
+        ids=ids,
+        run_id=ids.new("run"),
+        seed=config.run.seed,
+        config_digest=digest_bytes(config_file.to_yaml(config).encode()),
+        open_traces=recorder,
+        stream=_task_stream(environment, config),
+        counters=context.news.counters,
+    )
+    stack.push_async_callback(coordinator.close)
+    folder = tempfile.TemporaryDirectory(prefix="steelyard-", ignore_cleanup_errors=True)
+    sockets = Path(stack.enter_context(folder))
+    children = await stack.enter_async_context(stopping(Children(config, directory, sockets, clock, context.fault)))
+    return Foundation(clock, ids, stores, environment, coordinator, recorder, children)
+
+
+def _task_stream(environment: Environment, config: Config) -> ShuffledStream | None:
+    if config.train.max_steps == 0:
+        return None
+    num_tasks = environment.num_tasks(TRAIN_SPLIT) or _ENDLESS
+    return ShuffledStream(num_tasks, config.run.seed, lambda index: environment.task_id(TRAIN_SPLIT, index))
+
+
+class Control:
+    """A run on its foundation."""
+
+    def __init__(self, context: RunContext, foundation: Foundation) -> None:
+        self._context = context
+        self._config = context.config
+        self._base = foundation
+        self._coordinator = foundation.coordinator
+
+    async def run(self) -> None:
+        """Start the children, work until training and evaluation are done."""
+        context, base = self._context, self._base
+        context.news.stage(StageName.START)
+        async with RolloutSide(context.config, base.environment, base.children, context.news) as rollouts:
+            trainer, engines = await self._start_children()
+            router = Router(engines)
+            versions = self._keeper(trainer, router)
+            trainer = await self._catch_up(trainer, versions)
+            await self._bring_weights_up(trainer, versions)
+            async with rollouts.serving(base, router, self._model_dir()) as serving:
+                await supervise(
+                    *serving.loops(),
+                    versions.run(),
+                    router.run(asyncio.sleep),
+                    base.children.watch(),
+                    context.news.watch(self._coordinator, engines, base.stores.ledger),
+                    self._work(trainer, versions),
+                )
+
+    async def _start_children(self) -> tuple[TrainerClient, dict[str, EngineClient]]:
+        children, config = self._base.children, self._config
+        start = starting_point(self._coordinator, self._context.directory)
+        names = [f"replica-{index}" for index in range(config.resources.rollout_gpus)]
+        async with asyncio.TaskGroup() as group:
+            trainer = group.create_task(children.start_trainer(self._model_dir(), start))
+            replicas = [group.create_task(children.start_replica(index)) for index in range(len(names))]
+        return trainer.result(), dict(zip(names, (task.result() for task in replicas), strict=True))
+
+    def _model_dir(self) -> Path:
+        """Version 0 of the run once there is one: the cache may have moved on."""
+        first = self._context.directory.version(0)
+        return first if (first / "manifest.json").is_file() else self._context.policy_dir
+
+    def _keeper(self, trainer: TrainerClient, router: Router) -> VersionKeeper:
+        deadline_s = self._config.weights.load_deadline_s
+        return VersionKeeper(self._coordinator, trainer, router.replicas, self._base.stores.versions, deadline_s)
+
+    async def _catch_up(self, trainer: TrainerClient, versions: VersionKeeper) -> TrainerClient:
+        """Replay what no checkpoint covers; where the weights come out otherwise, orphan them and replay again.
+
+        Raises:
+            RunError: the replays do not agree with each other.
+        """
+        for _ in range(_MAX_REPLAYS):
+            start = starting_point(self._coordinator, self._context.directory)
+            diverged = await replay(self._coordinator, trainer, versions, self._base.stores, start.step)
+            if diverged is None:
+                return trainer
+            reason = f"the replay of step {diverged.step} gave weights {diverged.digest}"
+            await self._coordinator.orphan(diverged.version, reason)
+            start = starting_point(self._coordinator, self._context.directory)
+            trainer = await self._base.children.start_trainer(self._model_dir(), start)
+            versions.use_trainer(trainer)
+        raise RunError(f"{_MAX_REPLAYS} replays from the same checkpoint gave different weights each time")
+
+    async def _bring_weights_up(self, trainer: TrainerClient, versions: VersionKeeper) -> None:
+        """Publish version 0 if nothing is published yet; load the newest version."""
+        state = await trainer.state()
+        if self._coordinator.version_at_step(0) is None:
+            await versions.publish(0, None)
+            if self._config.eval.before:
+                await self._coordinator.pin(0, EvaluationLabel.BEFORE)
+        newest = self._coordinator.version_at_step(state.step)
+        if newest is None:
+            raise RunError(f"the journal must know the version after {state.step} steps, it does not")
+        await versions.load(newest.version)
+
+    async def _work(self, trainer: TrainerClient, versions: VersionKeeper) -> None:
+        """Train, evaluate, finish."""
+        context, base = self._context, self._base
+        if context.config.train.max_steps:
+            context.news.stage(StageName.TRAIN)
+            loop = TrainingLoop(
+                context.config, self._coordinator, trainer, versions, base.stores, base.clock, context.news.row
+            )
+            await loop.run()
+        await self._evaluate(versions)
+        await self._coordinator.finish("done")
+        await context.news.books(self._coordinator, base.stores.ledger)
+
+    async def _evaluate(self, versions: VersionKeeper) -> None:
+        """Version 0, then the last one. The training data are all in: the devices are free for it."""
+        config, base = self._config, self._base
+        last = self._coordinator.version_at_step(config.train.max_steps)
+        wanted: Mapping[EvaluationLabel, int | None] = {
+            EvaluationLabel.BEFORE: 0 if config.eval.before else None,
+            EvaluationLabel.AFTER: last.version if config.eval.after and last is not None else None,
+        }
+        if not config.eval.num_tasks:
+            return
+        evaluator = Evaluator(
+            config, self._coordinator, base.environment, base.stores, base.clock, self._context.news.row
+        )
+        for label, version in wanted.items():
+            if version is None:
+                continue
+            self._context.news.stage(StageName.EVALUATE, f"version {version}")
+            with self._coordinator.reading(version):
+                await versions.load(version)
+                await evaluator.evaluate(label, version)
+        await self._coordinator.unpin(0, EvaluationLabel.BEFORE)

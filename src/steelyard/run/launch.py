@@ -1,0 +1,164 @@
+"""Starting and resuming a run from the command line: directory, lock, log, display, policy, control, report."""
+
+import asyncio
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+from typing import TextIO
+
+from steelyard import config_file
+from steelyard.clock import SystemClock
+from steelyard.config import Config
+from steelyard.environments.base import Services
+from steelyard.environments.registry import make_environment
+from steelyard.errors import RunDirectoryError, SteelyardError, StorageFailed
+from steelyard.log import log_to_file
+from steelyard.metrics import MetricsFile
+from steelyard.observe.display import make_display
+from steelyard.observe.progress import RunPlan
+from steelyard.observe.report import ReportInput, installed_versions, write_report
+from steelyard.observe.rows import StageName, read_rows
+from steelyard.processes.faults import FaultPlan
+from steelyard.run.control import RunContext, run_control
+from steelyard.run.directory import RunDirectory, RunLock, existing_directory, new_directory
+from steelyard.run.evaluation import num_planned
+from steelyard.run.news import News
+from steelyard.run.policy import check_policy, prepare_policy
+from steelyard.sandbox.function_calls import run_function_calls
+from steelyard.trainer.quick_recipe import WarmUpProgress
+
+_WARM_UP_NEWS_EVERY = 50
+
+
+def check_environment(config: Config) -> None:
+    """Check what lies outside the configuration's own arithmetic: the environment's options, the policy's files.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    make_environment(config.environment.kind, config.environment.options, Services(run_function=run_function_calls))
+    check_policy(config)
+
+
+def start(config: Config, *, cache_dir: Path, fault: FaultPlan | None = None) -> int:
+    """Start a new run and carry it through; returns the exit code.
+
+    Raises:
+        InputError: the configuration or the directory cannot be used; nothing was started.
+        RunError: the run failed and can be resumed.
+    """
+    check_environment(config)
+    directory = new_directory(config.run.name, config.run.dir)
+    with RunLock(directory):
+        try:
+            # Written last of what makes a run: a directory with it can be resumed.
+            temporary = directory.config.with_suffix(".tmp")
+            temporary.write_text(config_file.to_yaml(config), encoding="utf-8")
+            temporary.rename(directory.config)
+        except OSError as error:
+            raise StorageFailed(f"{directory.config} must be writable, got: {error.strerror}") from None
+        return _carry_through(config, directory, cache_dir, fault)
+
+
+def resume(path: str, *, cache_dir: Path, fault: FaultPlan | None = None) -> int:
+    """Go on with a run, with its own configuration; returns the exit code.
+
+    Raises:
+        InputError: there is no run at ``path``, or another process works on it.
+        RunError: the run failed again and can be resumed.
+    """
+    directory = existing_directory(path)
+    with RunLock(directory):
+        config = config_file.load(directory.config)
+        return _carry_through(config, directory, cache_dir, fault)
+
+
+def _carry_through(config: Config, directory: RunDirectory, cache_dir: Path, fault: FaultPlan | None) -> int:
+    handler = log_to_file(directory.log)
+    clock = SystemClock()
+    plan = RunPlan(run_name=directory.path.name, max_steps=config.train.max_steps, num_evaluations=num_planned(config))
+    display = make_display(config.observe.display, sys.stdout, clock, plan)
+    metrics = MetricsFile(directory.metrics)
+    news = News(metrics, display, clock)
+    try:
+        asyncio.run(_run(config, directory, cache_dir, news, fault))
+        if config.observe.report:
+            news.stage(StageName.REPORT)
+            make_report(config, directory, clock.now_s())
+        news.stage(StageName.DONE)
+    except KeyboardInterrupt:
+        display.close()
+        _say(sys.stderr, f"interrupted; to go on, type: steelyard train --resume {shown(directory)}")
+        raise
+    except SteelyardError as error:
+        display.close()
+        if not isinstance(error, RunDirectoryError):
+            _say(sys.stderr, f"to go on once that is mended, type: steelyard train --resume {shown(directory)}")
+        raise
+    finally:
+        display.close()
+        metrics.close()
+        handler.close()
+    _say(sys.stdout, f"run directory: {shown(directory)}")
+    if config.observe.report:
+        _say(sys.stdout, f"report: {shown(directory)}/report.html")
+    return 0
+
+
+async def _run(config: Config, directory: RunDirectory, cache_dir: Path, news: News, fault: FaultPlan | None) -> None:
+    context = RunContext(
+        config=config,
+        directory=directory,
+        policy_dir=await _policy_dir(config, directory, cache_dir, news),
+        news=news,
+        fault=fault,
+    )
+    await run_control(context)
+
+
+async def _policy_dir(config: Config, directory: RunDirectory, cache_dir: Path, news: News) -> Path:
+    """The starting policy; a run that has published version 0 does not need it any more."""
+    if (directory.version(0) / "manifest.json").is_file():
+        return directory.version(0)
+    news.stage(StageName.PREPARE_POLICY)
+
+    def on_progress(progress: WarmUpProgress) -> None:
+        if progress.step % _WARM_UP_NEWS_EVERY == 0:
+            news.stage(
+                StageName.PREPARE_POLICY, f"step {progress.step} of {progress.num_steps}, loss {progress.loss:.2f}"
+            )
+
+    with tempfile.TemporaryDirectory(prefix="steelyard-", ignore_cleanup_errors=True) as folder:
+        return await prepare_policy(config, cache_dir, Path(folder), os.getpid(), on_progress)
+
+
+def make_report(config: Config, directory: RunDirectory, now_s: float) -> None:
+    """Write ``report.html`` from the rows so far.
+
+    Raises:
+        StorageFailed: the disk refuses.
+    """
+    report = ReportInput(
+        rows=read_rows(directory.metrics),
+        run_name=directory.path.name,
+        run_path=shown(directory),
+        config_text=config_file.to_yaml(config),
+        versions=installed_versions(platform.python_version(), platform.platform()),
+        made_at_s=now_s,
+    )
+    write_report(directory.report, report)
+
+
+def shown(directory: RunDirectory) -> str:
+    """The path as the user would type it."""
+    try:
+        return str(directory.path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(directory.path)
+
+
+def _say(stream: TextIO, text: str) -> None:
+    stream.write(text + "\n")
+    stream.flush()

@@ -1,0 +1,188 @@
+"""The children of a run: trainer, replicas, scorers; started together, watched, ended together."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypedDict
+
+from steelyard.clock import Clock
+from steelyard.config import Config
+from steelyard.inference.client import ClientDeadlines, EngineClient
+from steelyard.processes.channel import Client
+from steelyard.processes.child import ChildProcess
+from steelyard.processes.faults import FaultPlan
+from steelyard.run.children import ChildOptions, start_child
+from steelyard.run.directory import RunDirectory
+from steelyard.run.recovery import StartingPoint
+from steelyard.run.replica_options import ReplicaOptions
+from steelyard.run.scorer_process import ScorerOptions
+from steelyard.run.trainer_options import TrainerOptions
+from steelyard.scoring.process import ChildGrader
+from steelyard.trainer.client import TrainerClient
+from steelyard.trainer.records import LossSettings, OptimizerSettings, TrainerSettings
+
+
+class _Common(TypedDict):
+    """Arguments that the options of all children share."""
+
+    name: str
+    socket_path: str
+    parent_pid: int
+    core: int | None
+    fault: FaultPlan | None
+
+
+@dataclass
+class Running:
+    """A child with its connection."""
+
+    child: ChildProcess
+    client: Client
+
+    async def stop(self, deadline_s: float) -> None:
+        """End it and its connection."""
+        await self.child.stop(deadline_s)
+        await self.client.close()
+
+
+@dataclass
+class Children:
+    """Starts the processes of one run and ends them.
+
+    Args:
+        sockets: a short path for sockets and options files; gone with the run.
+        fault: which process is to die where, in a rehearsal.
+    """
+
+    config: Config
+    directory: RunDirectory
+    sockets: Path
+    clock: Clock
+    fault: FaultPlan | None = None
+    _running: dict[str, Running] = field(default_factory=dict)
+    _num_started: int = 0
+
+    async def start_trainer(self, model_dir: Path, start: StartingPoint) -> TrainerClient:
+        """A trainer at ``start``; takes the place of an earlier one.
+
+        Raises:
+            ProcessDied, DeadlineExceeded: it does not come up.
+        """
+        config = self.config
+        settings = TrainerSettings(
+            checkpoints_dir=str(self.directory.checkpoints),
+            loss=LossSettings(
+                clip_low=config.algorithm.clip_low,
+                clip_high=config.algorithm.clip_high,
+                kl_coef=config.algorithm.kl_coef,
+                entropy_coef=config.algorithm.entropy_coef,
+            ),
+            optimizer=OptimizerSettings(
+                learning_rate=config.train.learning_rate,
+                warmup_steps=config.train.warmup_steps,
+                weight_decay=config.train.weight_decay,
+                beta1=config.train.beta1,
+                beta2=config.train.beta2,
+                max_grad_norm=config.train.max_grad_norm,
+            ),
+            keep_checkpoints=config.train.keep_checkpoints,
+            seed=config.run.seed,
+        )
+        options = TrainerOptions(
+            **self._common("trainer", core=config.resources.rollout_gpus),
+            settings=settings,
+            model_dir=str(model_dir),
+            weights_dir=str(self.directory.weights),
+            probe_tolerance=config.inference.probe_tolerance,
+            checkpoint=start.checkpoint,
+            checkpoint_digest=start.digest,
+        )
+        await self._end("trainer")
+        running = await self._start("steelyard.run.trainer_process", options)
+        return TrainerClient(running.client, config.train.step_deadline_s)
+
+    async def start_replica(self, index: int) -> EngineClient:
+        """The local engine of rollout device ``index``."""
+        config = self.config
+        options = ReplicaOptions(
+            **self._common(f"replica-{index}", core=index),
+            max_running=config.inference.max_running,
+            row_tokens=config.model.max_context_tokens,
+            kv_tokens=config.inference.kv_tokens,
+            prefill_chunk_tokens=config.inference.prefill_chunk_tokens,
+            max_versions=config.admission.max_policy_lag + 2,
+            probe_tolerance=config.inference.probe_tolerance,
+        )
+        running = await self._start("steelyard.run.replica_process", options)
+        return EngineClient(running.client, self.clock, ClientDeadlines(load_s=config.weights.load_deadline_s))
+
+    async def start_scorer(self, name: str) -> ChildGrader:
+        """A grader process for the pool, which watches and kills it itself."""
+        config = self.config
+        options = ScorerOptions(
+            **self._common(name, core=None),
+            environment=config.environment.kind,
+            environment_options=config.environment.options,
+            sandbox=config.sandbox,
+            registry_dir=str(self.sockets / f"sandboxes-{name}"),
+        )
+        child = await start_child("steelyard.run.scorer_process", options, log_folder=self.directory.process_logs)
+        return await ChildGrader.start(child, Path(options.socket_path), config.runtime.start_deadline_s)
+
+    async def watch(self) -> None:
+        """Wait until a child ends that was not asked to, and raise its death.
+
+        Raises:
+            ProcessDied: with the end of its log.
+        """
+        watches = [asyncio.create_task(one.child.watch(one.client)) for one in self._running.values()]
+        try:
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in watches:
+                task.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """End all children, at once."""
+        await asyncio.gather(*(self._end(name) for name in tuple(self._running)))
+
+    async def _start(self, module: str, options: ChildOptions) -> Running:
+        child = await start_child(module, options, log_folder=self.directory.process_logs)
+        try:
+            client = await child.connect(Path(options.socket_path), self.config.runtime.start_deadline_s)
+        except BaseException:
+            await child.stop(self.config.runtime.stop_deadline_s)
+            raise
+        self._running[options.name] = Running(child, client)
+        return self._running[options.name]
+
+    async def _end(self, name: str) -> None:
+        running = self._running.pop(name, None)
+        if running is not None:
+            await running.stop(self.config.runtime.stop_deadline_s)
+
+    def _common(self, name: str, *, core: int | None) -> _Common:
+        """Each start gets a socket of its own, so that nobody connects to a process that is going away."""
+        self._num_started += 1
+        return {
+            "name": name,
+            "socket_path": str(self.sockets / f"{name}-{self._num_started}.sock"),
+            "parent_pid": os.getpid(),
+            "core": core,
+            "fault": self.fault,
+        }
+
+
+@asynccontextmanager
+async def stopping(children: Children) -> AsyncIterator[Children]:
+    """End all children when the block ends, however it ends."""
+    try:
+        yield children
+    finally:
+        await children.stop()

@@ -1,0 +1,76 @@
+"""The stores of one run, opened together and closed together."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from steelyard.run.directory import RunDirectory
+from steelyard.traces.blobs import BlobStore, DurableWriter
+from steelyard.traces.ledger import TokenLedger
+from steelyard.traces.store import TraceStore
+from steelyard.weights.retention import VersionStore
+
+_BATCH_SUFFIX = ".msgpack"
+
+
+class BatchStore:
+    """Stored batches, one file a step, kept until every kept checkpoint covers the step."""
+
+    def __init__(self, root: Path, fault: Callable[[str], None]) -> None:
+        self._root = root
+        self._writer = DurableWriter(root / "tmp", "batch", fault)
+
+    def path(self, step: int) -> Path:
+        """Where the batch of a step lies."""
+        return self._root / f"step-{step:06d}{_BATCH_SUFFIX}"
+
+    async def put(self, step: int, data: bytes) -> Path:
+        """Store a batch durably, in place of one that was written but never begun.
+
+        Raises:
+            StorageFailed: the disk refused.
+        """
+        await self._writer.write(self.path(step), data)
+        return self.path(step)
+
+    async def delete(self, step: int) -> None:
+        """Remove a batch; one that is gone is no error."""
+        await self._writer.call(lambda: self.path(step).unlink(missing_ok=True))
+
+    async def close(self) -> None:
+        """Finish what was begun."""
+        await self._writer.close()
+
+
+@dataclass(frozen=True)
+class Stores:
+    """Everything durable of a run beside its journal."""
+
+    traces: TraceStore
+    ledger: TokenLedger
+    artifacts: BlobStore
+    batches: BatchStore
+    versions: VersionStore
+
+    @classmethod
+    def open(cls, directory: RunDirectory, fault: Callable[[str], None]) -> "Stores":
+        """Open the stores in a run directory whose folders exist.
+
+        Raises:
+            StorageFailed: the disk refuses.
+        """
+        ledger = TokenLedger(directory.traces / "recorded.log")
+        return cls(
+            traces=TraceStore(directory.traces, fault, before_seal=ledger.sync),
+            ledger=ledger,
+            artifacts=BlobStore(directory.artifacts, fault),
+            batches=BatchStore(directory.batches, fault),
+            versions=VersionStore(directory.weights),
+        )
+
+    async def close(self) -> None:
+        """Finish what was begun in each."""
+        await self.traces.close()
+        await self.artifacts.close()
+        await self.batches.close()
+        self.ledger.close()
