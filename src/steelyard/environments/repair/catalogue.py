@@ -25,7 +25,7 @@ FAMILY_VERSION = "1"
 POOL_SIZE = 24
 MIN_FAILING = 3
 MAX_RAISING_FRAC = 0.5
-HELD_OUT_FRAC = 0.25
+HELD_OUT_FRAC = 0.15
 
 
 class Case(msgspec.Struct, frozen=True):
