@@ -146,9 +146,10 @@ class SandboxConfig(Section, frozen=True, kw_only=True):
 
 
 class ScoringConfig(Section, frozen=True, kw_only=True):
-    """Graders run in their own processes, which can be killed."""
+    """Graders run in their own processes, which can be killed; each grades ``concurrency`` artifacts at a time."""
 
     num_workers: int = 1
+    concurrency: int = 8
     deadline_s: float = 20.0
     max_attempts: int = 3
     alarm_failure_frac: float = 0.1

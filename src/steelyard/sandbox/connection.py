@@ -15,7 +15,7 @@ from steelyard.sandbox import inside
 from steelyard.types import SandboxCall, SandboxResult, SandboxStatus
 
 # For what is not the program's: scheduling, killing, moving the output. Running out of it is a fault of the system.
-_GRACE_S = 10.0
+GRACE_S = 10.0
 _STATUSES = {
     inside.OK: SandboxStatus.OK,
     inside.CRASHED: SandboxStatus.CRASHED,
@@ -35,6 +35,7 @@ class ConnectedSandbox:
         end: kills it and waits until ``gone``.
         is_host_alive: whether what carries the sandbox still stands once the sandbox is gone; if so, a sandbox
             that ends in mid-run was brought down by its program.
+        grace_s: how much later than its deadline a reply may come.
     """
 
     def __init__(
@@ -43,15 +44,19 @@ class ConnectedSandbox:
         gone: "asyncio.Future[None]",
         end: Callable[[], Awaitable[None]],
         is_host_alive: Callable[[], bool],
+        grace_s: float = GRACE_S,
     ) -> None:
         sock.setblocking(False)
         self._socket = sock
         self._gone = gone
         self._end = end
         self._is_host_alive = is_host_alive
+        self._grace_s = grace_s
         self._label = ""
         self._lost: SandboxLost | None = None
         self._is_busy = False
+        self._answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._answered.set_result(None)
 
     @property
     def label(self) -> str:
@@ -120,10 +125,11 @@ class ConnectedSandbox:
         if self._lost is None:
             self._lost = SandboxLost(f"{self._label}: the sandbox was closed")
         try:
-            # Ends the supervisor, and a request that somebody may still be waiting for; so close only afterwards.
+            # Ends the supervisor, and the request that somebody may still wait for, who must see that first.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             await self._end()
+            await asyncio.wait({self._answered}, timeout=self._grace_s)
         finally:
             self._socket.close()
 
@@ -139,13 +145,16 @@ class ConnectedSandbox:
         if self._is_busy:
             raise RuntimeError(f"{self._label}: requests must be made one at a time, got a second one")
         self._is_busy = True
+        self._answered = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(deadline_s + _GRACE_S):
+            async with asyncio.timeout(deadline_s + self._grace_s):
                 head = inside.REQUEST.pack(operation, deadline_s, len(first), len(second))
                 await asyncio.get_running_loop().sock_sendall(self._socket, head + first + second)
                 reply = await self._receive_reply()
         except TimeoutError:
-            self._lost = SandboxLost(f"{self._label}: no reply within {deadline_s:g} s and {_GRACE_S:g} s of grace")
+            self._lost = SandboxLost(
+                f"{self._label}: no reply within {deadline_s:g} s and {self._grace_s:g} s of grace"
+            )
             raise self._lost from None
         except ConnectionError as error:
             # Closing on purpose sets the reason first.
@@ -155,12 +164,14 @@ class ConnectedSandbox:
             # The stream is out of step: a reply may still be under way.
             self._lost = self._lost or SandboxLost(f"{self._label}: a request was cancelled; only closing is left")
             raise
+        finally:
+            self._answered.set_result(None)
         self._is_busy = False
         return reply
 
     async def _why_it_ended(self, operation: bytes) -> SandboxLost:
         # The socket ends before the processes do; whether the host of the sandbox ended too shows only then.
-        await asyncio.wait({self._gone}, timeout=_GRACE_S)
+        await asyncio.wait({self._gone}, timeout=self._grace_s)
         is_by_program = operation == inside.RUN and self._is_host_alive()
         who = "its program" if is_by_program else "the system"
         return SandboxLost(f"{self._label}: the sandbox was brought down by {who}", is_by_program)
