@@ -9,7 +9,9 @@ import logging
 from collections.abc import Awaitable, Callable
 
 import msgspec
-from aiohttp import web
+from aiohttp import StreamReader, web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import RawRequestMessage
 
 from steelyard.clock import Clock
 from steelyard.errors import DeadlineExceeded, EngineError, InputError, Refused, RunError
@@ -24,6 +26,7 @@ _JSON = "application/json"
 _TOO_MANY = 429
 
 Chunks = openai_replies.ChatChunks | openai_replies.TextChunks
+Endpoint = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 Serve = Callable[[Callable[[str], None] | None], Awaitable[Completion]]
 
 
@@ -61,6 +64,9 @@ class HttpError(Exception):
 class GatewayServer:
     """Serves a gateway on one port.
 
+    There are four endpoints and nothing else, so this stands on the plain HTTP server of aiohttp: an application
+    with a router costs each call about as much as the gateway's own work.
+
     Args:
         port: 0 takes a free one, which :meth:`start` returns.
         model_name: what ``/v1/models`` lists. Requests may name any model; there is one policy.
@@ -88,7 +94,13 @@ class GatewayServer:
         self._port = port
         self._model_name = model_name
         self._limits = limits or HttpLimits()
-        self._runner: web.AppRunner | None = None
+        self._runner: web.ServerRunner | None = None
+        self._endpoints: dict[tuple[str, str], Endpoint] = {
+            ("POST", "/v1/chat/completions"): self._chat,
+            ("POST", "/v1/completions"): self._completion,
+            ("GET", "/v1/models"): self._models,
+            ("GET", "/health"): self._health,
+        }
 
     async def start(self) -> str:
         """Listen; returns the base URL, which ends in ``/v1``.
@@ -96,15 +108,8 @@ class GatewayServer:
         Raises:
             InputError: the port is in use or may not be bound.
         """
-        app = web.Application(client_max_size=self._limits.max_body_bytes)
-        app.router.add_post("/v1/chat/completions", self._answer(self._chat))
-        app.router.add_post("/v1/completions", self._answer(self._completion))
-        app.router.add_get("/v1/models", self._answer(self._models))
-        app.router.add_get("/health", self._health)
-        app.router.add_route("*", "/{path:.*}", self._answer(self._unknown))
-        self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=self._limits.shutdown_s
-        )
+        server = web.Server(self._answer, request_factory=self._make_request, handler_cancellation=True)
+        self._runner = web.ServerRunner(server, shutdown_timeout=self._limits.shutdown_s)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, self._port)
         try:
@@ -123,27 +128,33 @@ class GatewayServer:
             await self._runner.cleanup()
             self._runner = None
 
-    def _answer(
-        self, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """``handler`` with its errors in the form of OpenAI."""
+    def _make_request(
+        self,
+        message: RawRequestMessage,
+        payload: StreamReader,
+        protocol: web.RequestHandler,
+        writer: AbstractStreamWriter,
+        task: "asyncio.Task[None]",
+    ) -> web.BaseRequest:
+        loop = asyncio.get_running_loop()
+        limit = self._limits.max_body_bytes
+        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=limit)
 
-        async def answer(request: web.Request) -> web.StreamResponse:
-            try:
-                return await handler(request)
-            except Exception as error:  # noqa: BLE001 (a server answers every failure; _as_http logs those of ours)
-                failure = self._as_http(error)
-                self._counters.add(f"gateway.http.{failure.status}")
-                return web.Response(
-                    body=msgspec.json.encode(failure.body),
-                    status=failure.status,
-                    content_type=_JSON,
-                    headers=failure.headers,
-                )
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """The endpoint's answer, or its failure in the form of OpenAI."""
+        try:
+            return await self._endpoints.get((request.method, request.path), self._unknown)(request)
+        except Exception as error:  # noqa: BLE001 (a server answers every failure; _as_http logs those of ours)
+            failure = self._as_http(error)
+            self._counters.add(f"gateway.http.{failure.status}")
+            return web.Response(
+                body=msgspec.json.encode(failure.body),
+                status=failure.status,
+                content_type=_JSON,
+                headers=failure.headers,
+            )
 
-        return answer
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
         attempt_id = self._attempt(request)
         body = openai.read_chat(await self._body(request))
         asked = openai.chat_request(body)
@@ -157,7 +168,7 @@ class GatewayServer:
         _require_room(completion)
         return _json(openai_replies.chat_reply(completion, wanted, self._shown(completion), self._gateway.text_of))
 
-    async def _completion(self, request: web.Request) -> web.StreamResponse:
+    async def _completion(self, request: web.BaseRequest) -> web.StreamResponse:
         attempt_id = self._attempt(request)
         body = openai.read_completion(await self._body(request))
         prompt, stop = openai.single_prompt(body), openai.stops(body)
@@ -174,19 +185,19 @@ class GatewayServer:
         _require_room(completion)
         return _json(openai_replies.text_reply(completion, wanted, self._shown(completion), self._gateway.text_of))
 
-    async def _models(self, request: web.Request) -> web.StreamResponse:
+    async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
         self._attempt(request)
         model = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "steelyard"}
         return _json(msgspec.json.encode({"object": "list", "data": [model]}))
 
-    async def _health(self, _: web.Request) -> web.StreamResponse:
+    async def _health(self, _: web.BaseRequest) -> web.StreamResponse:
         return _json(b'{"status":"ok"}')
 
-    async def _unknown(self, request: web.Request) -> web.StreamResponse:
+    async def _unknown(self, request: web.BaseRequest) -> web.StreamResponse:
         message = f"Unknown request URL: {request.method} {request.path}"
         raise HttpError(404, message, "invalid_request_error", code="unknown_url")
 
-    async def _stream(self, request: web.Request, chunks: Chunks, serve: Serve) -> web.StreamResponse:
+    async def _stream(self, request: web.BaseRequest, chunks: Chunks, serve: Serve) -> web.StreamResponse:
         """Send pieces while they are sampled; the end mark goes out only once the turn is recorded.
 
         The status goes out with the first piece, so that a request that fails at once is answered as one.
@@ -210,7 +221,7 @@ class GatewayServer:
         return response
 
     async def _end_stream(
-        self, request: web.Request, response: web.StreamResponse, chunks: Chunks, work: asyncio.Future[Completion]
+        self, request: web.BaseRequest, response: web.StreamResponse, chunks: Chunks, work: asyncio.Future[Completion]
     ) -> None:
         try:
             completion = work.result()
@@ -231,7 +242,7 @@ class GatewayServer:
             async with asyncio.timeout(self._limits.write_deadline_s):
                 await response.write(data)
 
-    async def _body(self, request: web.Request) -> bytes:
+    async def _body(self, request: web.BaseRequest) -> bytes:
         try:
             async with asyncio.timeout(self._limits.read_deadline_s):
                 return await request.read()
@@ -239,7 +250,7 @@ class GatewayServer:
             message = f"The request body must arrive within {self._limits.read_deadline_s:.0f} s."
             raise HttpError(408, message, "invalid_request_error") from None
 
-    def _attempt(self, request: web.Request) -> str:
+    def _attempt(self, request: web.BaseRequest) -> str:
         """The attempt whose key the request carries."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key:

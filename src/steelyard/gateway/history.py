@@ -15,7 +15,7 @@ Kind = Literal["chat", "text"]
 class RecordedTurn:
     """A recorded turn, as lengths into its segment.
 
-    ``reply_text`` is the text that we returned for it.
+    ``reply_text`` is the text that we returned for it. ``closed_text`` is the renderer's, where it was made ahead.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class RecordedTurn:
         self.num_messages = len(prompt.messages)
         self.num_chars = len(prompt.text)
         self.num_prompt_tokens = len(prompt.token_ids)
+        self.closed_text: str | None = None
 
     @property
     def reply_text(self) -> str:
@@ -110,6 +111,8 @@ class History:
         if segment is None:
             segment = Segment(len(self.segments), kind, prompt)
             self.segments.append(segment)
+        elif segment.turns:
+            segment.turns[-1].closed_text = None  # kept for the newest turn only
         segment.newest_prompt = prompt
         turn = RecordedTurn(segment, self.num_turns, prompt, token_ids, reply)
         segment.turns.append(turn)

@@ -137,7 +137,11 @@ class Recorder:
             started_at_s=started_at_s,
             ended_at_s=self._clock.now_s(),
         )
-        self._write(turn)
+        try:
+            self._write(turn)
+        except StorageFailed:
+            self._counters.add("gateway.unrecorded_tokens", len(turn.token_ids))
+            raise
         history.add(segment, kind, prompt, result.token_ids, reply)
         log.num_tokens += len(turn.token_ids)
         if segment is None:

@@ -107,10 +107,28 @@ class Renderer:
         """
         return self._encoded(self._render(messages, tools, add_generation_prompt=True), messages, tools)
 
-    def extend(self, previous: PreviousTurn, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> Extension:
+    def closed_text(self, previous: PreviousTurn) -> str:
+        """What the template says up to and including our reply: text P above, made ahead of the next request.
+
+        Raises:
+            InputError: the template refuses the messages.
+        """
+        prompt = previous.prompt
+        return self._render((*prompt.messages, previous.reply), prompt.tools, add_generation_prompt=False)
+
+    def extend(
+        self,
+        previous: PreviousTurn,
+        messages: tuple[Message, ...],
+        tools: tuple[ToolSpec, ...],
+        closed_text: str | None = None,
+    ) -> Extension:
         """The prompt for ``messages``, which begin with those of ``previous`` and its reply.
 
         The returned prompt shares the message records of ``previous``.
+
+        Args:
+            closed_text: that of ``previous``, where it was made ahead.
 
         Raises:
             InputError: the template refuses the messages, or they do not begin so.
@@ -119,7 +137,9 @@ class Renderer:
         if messages[:num_known] != (*previous.prompt.messages, previous.reply):
             raise InputError("messages must begin with those of the previous turn and its reply")
         messages = (*previous.prompt.messages, previous.reply, *messages[num_known:])
-        prefix = self._render(messages[:num_known], tools, add_generation_prompt=False)
+        prefix = closed_text
+        if prefix is None or tools != previous.prompt.tools:
+            prefix = self._render(messages[:num_known], tools, add_generation_prompt=False)
         full = self._render(messages, tools, add_generation_prompt=True)
         before = previous.prompt.text
         end = None

@@ -18,21 +18,19 @@ of the call, so that siblings differ although their harness asks for one seed. T
 
 import asyncio
 import contextlib
-import logging
 import math
-from collections.abc import AsyncIterator, Callable
-from typing import Protocol
 
 import msgspec
 import xxhash
 
 from steelyard.clock import Clock
-from steelyard.errors import DeadlineExceeded, EngineError, InputError, Refused, SteelyardError
+from steelyard.errors import InputError, Refused, SteelyardError
 from steelyard.gateway.capability import AttemptDirectory
-from steelyard.gateway.history import Kind, RecordedTurn
+from steelyard.gateway.engine_call import EngineCaller, Generator, OnText, cut_at_stop, shown_tokens
+from steelyard.gateway.history import Kind, RecordedTurn, Segment
 from steelyard.gateway.recorder import AttemptLog, Recorder, check_result
 from steelyard.gateway.renderer import Prompt, Renderer
-from steelyard.gateway.reply_text import ReplyStream, find_stop
+from steelyard.gateway.reply_text import ReplyStream
 from steelyard.gateway.tool_calls import HermesParser, ParsedText
 from steelyard.ids import IdSource
 from steelyard.metrics import Counters
@@ -45,28 +43,11 @@ from steelyard.types import (
     GenerateResult,
     Message,
     Sampling,
-    TokenChunk,
     Turn,
 )
 
-_LOG = logging.getLogger(__name__)
-OnText = Callable[[str], None]
 _ROLES = ("system", "user", "assistant", "tool")
 _SEED_BITS = 31
-
-
-class Generator(Protocol):
-    """What the gateway needs of inference; an engine or a router is one."""
-
-    async def generate(
-        self, request: GenerateRequest, on_tokens: Callable[[TokenChunk], None] | None = None
-    ) -> GenerateResult:
-        """Sample; ``on_tokens`` is called in order where ``request.stream`` is set. Cancelling the call aborts."""
-        ...
-
-    async def abort(self, request_id: str) -> None:
-        """End a request as ``cancelled``, with the tokens sampled so far; unknown ones are ignored."""
-        ...
 
 
 class GatewayLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,14 +114,19 @@ class Gateway:
         engine_name: str = "local",
     ) -> None:
         self._renderer = renderer
-        self._generator = generator
         self._recorder = recorder
         self._directory = directory
         self._ids = ids
         self._clock = clock
         self._counters = counters
         self._limits = limits or GatewayLimits()
-        self._engine_name = engine_name
+        self._engine = EngineCaller(
+            generator,
+            clock,
+            name=engine_name,
+            grace_s=self._limits.grace_s,
+            abort_deadline_s=self._limits.abort_deadline_s,
+        )
         self._parser = HermesParser()
         self._num_open_calls = 0
 
@@ -174,7 +160,7 @@ class Gateway:
         if parent is None:
             prompt, break_reason = self._renderer.first_prompt(messages, request.tools), None
         else:
-            extension = self._renderer.extend(parent.as_previous(), messages, request.tools)
+            extension = self._renderer.extend(parent.as_previous(), messages, request.tools, parent.closed_text)
             prompt, break_reason = extension.prompt, extension.break_reason
         planned = _Planned(
             kind="chat",
@@ -263,13 +249,13 @@ class Gateway:
         if room < 1:
             self._counters.add("gateway.context_full")
             return Completion(reply=self._context_full(planned.prompt), turn=None)
-        request = self._request(log, binding, planned, room, started_at_s, is_streaming=on_text is not None)
-        stream = self._stream(planned)
+        stream = self._stream(planned, on_text)
+        request = self._request(log, binding, planned, room, started_at_s, is_streaming=stream is not None)
         log.num_calls += 1
         log.num_open_calls += 1
         self._num_open_calls += 1
         try:
-            result = await self._generate(request, stream, on_text)
+            result = await self._engine.call(request, stream, on_text)
         finally:
             log.num_open_calls -= 1
             self._num_open_calls -= 1
@@ -287,8 +273,10 @@ class Gateway:
             break_reason=planned.break_reason,
             started_at_s=started_at_s,
         )
-        if on_text is not None and (rest := stream.finish(message.content or "")):
+        if stream is not None and on_text is not None and (rest := stream.finish(message.content or "")):
             on_text(rest)
+        if planned.kind == "chat":
+            asyncio.get_running_loop().call_soon(self._close_ahead, log.history.segments[turn.segment_index])
         return Completion(reply=_reply(turn, message, parsed.num_malformed), turn=turn)
 
     def _request(
@@ -324,79 +312,44 @@ class Gateway:
                 now_s + self._limits.turn_deadline_s,
                 math.inf if planned.deadline_at_s is None else planned.deadline_at_s,
             ),
-            stream=is_streaming or bool(planned.stops),
+            stream=is_streaming,
         )
 
-    def _stream(self, planned: _Planned) -> ReplyStream:
+    def _stream(self, planned: _Planned, on_text: OnText | None) -> ReplyStream | None:
+        """Only a streamed reply and stop strings need the tokens while they are sampled."""
+        if on_text is None and not planned.stops:
+            return None
         opening = self._parser.opening if planned.reads_calls else None
         return ReplyStream(self._renderer.codec, planned.stops, opening)
-
-    async def _generate(self, request: GenerateRequest, stream: ReplyStream, on_text: OnText | None) -> GenerateResult:
-        """Wait for the engine, but not for ever; a stop string or a cancelled caller ends its work."""
-        stopped = asyncio.Event()
-
-        def on_tokens(chunk: TokenChunk) -> None:
-            delta = stream.push([token for token in chunk.token_ids if not self.is_stop(token)])
-            if delta and on_text is not None:
-                on_text(delta)
-            if stream.is_stopped:
-                stopped.set()
-
-        wait_s = max(0.0, request.deadline_at_s - self._clock.now_s()) + self._limits.grace_s
-        try:
-            async with asyncio.timeout(wait_s), self._stopper(request, stopped):
-                return await self._generator.generate(request, on_tokens if request.stream else None)
-        except TimeoutError:
-            culprit = f"engine {self._engine_name}"
-            raise DeadlineExceeded(f"the answer to {request.request_id}", (culprit,), wait_s) from None
-
-    @contextlib.asynccontextmanager
-    async def _stopper(self, request: GenerateRequest, stopped: asyncio.Event) -> AsyncIterator[None]:
-        """While the block runs, end the request in the engine as soon as ``stopped`` is set."""
-
-        async def stop() -> None:
-            await stopped.wait()
-            async with asyncio.timeout(self._limits.abort_deadline_s):
-                await self._generator.abort(request.request_id)
-
-        if not request.stream:
-            yield
-            return
-        task = asyncio.create_task(stop(), name=f"stop-{request.request_id}")
-        try:
-            yield
-        finally:
-            task.cancel()
-            (outcome,) = await asyncio.gather(task, return_exceptions=True)
-            if isinstance(outcome, Exception):
-                # The answer is cut at the stop string anyway; the engine only worked longer than it had to.
-                _LOG.warning("could not stop %s in the engine: %r", request.request_id, outcome)
 
     def _finish(
         self, request: GenerateRequest, result: GenerateResult, stops: tuple[str, ...]
     ) -> tuple[GenerateResult, str]:
-        """Check the engine's answer and cut it at a stop string; returns it with the text that may be shown.
+        """The engine's answer, checked and cut at a stop string, with the text that may be shown.
 
         Raises:
             EngineError: it cannot be trained on, or the engine gave up.
             DeadlineExceeded: time ran out in the engine.
         """
-        cut = find_stop(self._renderer.codec, _without_stop_token(result, request), stops) if stops else None
-        if cut is None and result.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        cut = cut_at_stop(self._renderer.codec, request, result, stops)
+        try:
+            if cut is None:
+                self._engine.check(request, result)
+                return result, self._renderer.codec.decode(shown_tokens(request, result))
+            check_result(
+                msgspec.structs.replace(request, stop_token_ids=cut[0].token_ids[-1:]), cut[0], self._engine.name
+            )
+        except SteelyardError:
             self._recorder.count_unrecorded(len(result.token_ids))
-            raise self._failure(request, result)
-        check_result(request, result, self._engine_name)
-        if cut is None:
-            return result, self._renderer.codec.decode(_without_stop_token(result, request))
-        self._recorder.count_unrecorded(len(result.token_ids) - cut.num_tokens)
-        return _cut(result, cut.num_tokens), cut.text
+            raise
+        self._recorder.count_unrecorded(len(result.token_ids) - len(cut[0].token_ids))
+        return cut
 
-    def _failure(self, request: GenerateRequest, result: GenerateResult) -> SteelyardError:
-        engine = f"engine {self._engine_name} ({result.replica_id})"
-        if result.finish_reason in (FinishReason.QUEUE_TIMEOUT, FinishReason.GENERATION_TIMEOUT):
-            what = f"the answer to {request.request_id} ({result.finish_reason})"
-            return DeadlineExceeded(what, (engine,), result.queued_s + result.prefill_s + result.decode_s)
-        return EngineError(f"{engine} ended request {request.request_id} as {result.finish_reason}: {result.detail}")
+    def _close_ahead(self, segment: Segment) -> None:
+        """Between two calls: make what the next one will need of the template, so that it waits for less."""
+        newest = segment.turns[-1]
+        with contextlib.suppress(InputError):  # a template that refuses this is reported to whoever extends it
+            newest.closed_text = self._renderer.closed_text(newest.as_previous())
 
     def _parse(self, text: str, planned: _Planned) -> ParsedText:
         if not planned.reads_calls:
@@ -445,24 +398,6 @@ def _reply(turn: Turn, message: Message, num_malformed: int) -> ChatReply:
         num_prompt_tokens=len(turn.prompt_token_ids),
         num_completion_tokens=len(turn.token_ids),
         num_malformed_calls=num_malformed,
-    )
-
-
-def _without_stop_token(result: GenerateResult, request: GenerateRequest) -> tuple[int, ...]:
-    if result.token_ids and result.token_ids[-1] in request.stop_token_ids:
-        return result.token_ids[:-1]
-    return result.token_ids
-
-
-def _cut(result: GenerateResult, num_tokens: int) -> GenerateResult:
-    """The first ``num_tokens`` tokens, as if the engine had stopped there by itself."""
-    return msgspec.structs.replace(
-        result,
-        token_ids=result.token_ids[:num_tokens],
-        logprobs=result.logprobs[:num_tokens],
-        kept_logmass=result.kept_logmass[:num_tokens],
-        version_spans=tuple(span for span in result.version_spans if span.start < num_tokens),
-        finish_reason=FinishReason.STOP,
     )
 
 
