@@ -1,9 +1,12 @@
 """What to admit, accept, retry, train and give up: pure decisions over the state. No I/O, no clock.
 
-Pacing (DESIGN section 4). With lag bound L, batches of B groups, and r the step of the newest READY version, at most
-``(r + L + 1) * B`` groups have ever been admitted and not dropped. A group admitted at step v is due at step v + L. So
-when step s chooses, the unconsumed due groups were admitted at r <= s - L, hence are at most
-``(s - L + L + 1) * B - s * B = B``: they always fit into the batch, and no trajectory has to be thrown away for age.
+Pacing. With lag bound L, batches of B groups, and r the step of the newest READY version, at most ``(r + L + 1) * B``
+groups have ever been admitted and not dropped. A group admitted at step v is due at step v + L. Waiting for the due
+groups alone does not keep the bound where L >= 2: younger groups that end sooner may fill the batches, and then more
+than B groups fall due at one step. So the batch of step s must leave, for every d, at most ``(d - s) * B`` groups that
+are due by step d: all of those fit into the steps s + 1 to d. Taking complete groups in order of their due step is
+best for all d at once (earliest deadline first), and where it does not suffice the step waits. By induction over steps
+every group can then be consumed by its due step, so no trajectory has to be thrown away for its age.
 """
 
 from dataclasses import dataclass
@@ -23,7 +26,14 @@ def capacity(state: State, settings: CoordinatorSettings) -> int:
     steps_ahead = newest.step + settings.rules.max_policy_lag + 1
     if settings.max_steps is not None:
         steps_ahead = min(steps_ahead, settings.max_steps)
-    return max(0, steps_ahead * settings.rules.groups_per_batch - state.prompts.not_dropped)
+    holding = state.prompts.not_dropped - len(parked(state))
+    return max(0, steps_ahead * settings.rules.groups_per_batch - holding)
+
+
+def parked(state: State) -> list[Group]:
+    """Groups that wait for room to be restarted, oldest first. They go before new prompts."""
+    found = [group for group in state.live_groups.values() if group.state is GroupState.PARKED]
+    return sorted(found, key=lambda group: group.order)
 
 
 def lag_of(state: State, step: int, oldest_version: int) -> int:
@@ -98,13 +108,15 @@ class Choice:
     """What step ``step`` can do now.
 
     ``groups``: a whole batch, or empty. ``stale``: groups to replace first (beyond the lag bound, too old, or
-    waited for too long). ``waits_for``: due groups that are not complete. ``num_missing``: complete groups short of
-    a batch. ``look_again_s``: when, without any event, the answer may change.
+    waited for too long). ``waits_for``: open groups of which ``num_awaited`` must complete, or more groups would fall
+    due than can be consumed. ``num_missing``: complete groups short of a batch. ``look_again_s``: when, without any
+    event, the answer may change.
     """
 
     groups: tuple[Group, ...]
     stale: tuple[Group, ...]
     waits_for: tuple[Group, ...]
+    num_awaited: int
     num_missing: int
     look_again_s: float | None
 
@@ -112,32 +124,47 @@ class Choice:
 def choose_batch(
     state: State, settings: CoordinatorSettings, step: int, now_s: float, waiting_since_s: float
 ) -> Choice:
-    """All due groups and the oldest COMPLETE ones, exactly a batch of groups; or what keeps it from that.
+    """Exactly a batch of COMPLETE groups, those due earliest first; or what keeps it from that.
 
     Args:
         step: the optimizer step that is about to begin.
         now_s: the present.
         waiting_since_s: when this step began to wait.
     """
-    live = sorted((g for g in state.live_groups.values() if g.purpose is Purpose.TRAIN), key=lambda g: g.order)
+    train = [g for g in state.live_groups.values() if g.purpose is Purpose.TRAIN and g.state is not GroupState.PARKED]
+    live = sorted(train, key=lambda group: (group.admitted_step, group.order))
     complete = [group for group in live if group.state is GroupState.COMPLETE]
     stale = [group for group in complete if is_stale(state, settings, step, now_s, group)]
-    due = [group for group in live if group.admitted_step <= step - settings.rules.max_policy_lag]
-    late_at = {g.group_id: max(waiting_since_s, g.admitted_at_s) + settings.max_tail_wait_s for g in due}
-    waits_for = [group for group in due if group.state is GroupState.OPEN]
-    stale += [group for group in waits_for if now_s >= late_at[group.group_id]]
-    due_ids = {group.group_id for group in due}
     fitting = [group for group in complete if group not in stale]
-    fitting.sort(key=lambda group: (group.group_id not in due_ids, group.order))
-    size = settings.rules.groups_per_batch
-    is_whole = not stale and not waits_for and len(fitting) >= size
+    chosen = fitting[: settings.rules.groups_per_batch]
+    num_awaited, waits_for = _awaited(settings, step, [group for group in live if group not in stale], chosen)
+    late_at_s = {g.group_id: max(waiting_since_s, g.admitted_at_s) + settings.max_tail_wait_s for g in waits_for}
+    late = [group for group in waits_for if now_s >= late_at_s[group.group_id]]
+    stale += late[:num_awaited]
+    num_missing = settings.rules.groups_per_batch - len(chosen)
+    is_whole = not stale and not num_awaited and not num_missing
     return Choice(
-        groups=tuple(sorted(fitting[:size], key=lambda group: group.order)) if is_whole else (),
+        groups=tuple(chosen) if is_whole else (),
         stale=tuple(stale),
         waits_for=tuple(waits_for),
-        num_missing=max(0, size - len(fitting)),
-        look_again_s=min((late_at[group.group_id] for group in waits_for), default=None),
+        num_awaited=num_awaited,
+        num_missing=num_missing,
+        look_again_s=min(late_at_s.values(), default=None),
     )
+
+
+def _awaited(
+    settings: CoordinatorSettings, step: int, live: list[Group], chosen: list[Group]
+) -> tuple[int, list[Group]]:
+    """How many more groups of which open ones the batch needs, for the first due step that would be overbooked."""
+    size, bound = settings.rules.groups_per_batch, settings.rules.max_policy_lag
+    for due_step in range(step, step + bound + 1):
+        due = [group for group in live if group.admitted_step + bound <= due_step]
+        needed = min(size, len(due) - (due_step - step) * size)
+        missing = needed - sum(group.admitted_step + bound <= due_step for group in chosen)
+        if missing > 0:
+            return missing, [group for group in due if group.state is GroupState.OPEN]
+    return 0, []
 
 
 def is_stale(state: State, settings: CoordinatorSettings, step: int, now_s: float, group: Group) -> bool:

@@ -1,5 +1,7 @@
 """Handlers of the events of the run and of groups."""
 
+from typing import TypeAlias
+
 from steelyard.coordinator import effects as fx
 from steelyard.coordinator import events as e
 from steelyard.coordinator.entities import Evaluation, Group, MemberResult, Run, State
@@ -7,7 +9,6 @@ from steelyard.coordinator.moves import (
     accepted_tokens,
     find_group,
     find_ready,
-    find_version,
     forget_group,
     forget_rollouts,
     open_rollouts,
@@ -16,6 +17,8 @@ from steelyard.coordinator.moves import (
 )
 from steelyard.coordinator.transitions import GROUP_TABLE, next_state
 from steelyard.types import Outcome, Purpose
+
+_Closing: TypeAlias = e.GroupCompleted | e.GroupDropped | e.GroupParked | e.GroupRestarted | e.GroupEvaluated
 
 
 def run_started(state: State, event: e.RunStarted) -> tuple[fx.Effect, ...]:
@@ -83,7 +86,7 @@ def group_admitted(state: State, event: e.GroupAdmitted) -> tuple[fx.Effect, ...
     return open_rollouts(state, group, event.rollout_ids, event.at_s)
 
 
-def _close_group(state: State, event: e.GroupCompleted | e.GroupDropped | e.GroupRestarted | e.GroupEvaluated) -> Group:
+def _close_group(state: State, event: _Closing) -> Group:
     """Check what all closings have in common; changes the group's state only."""
     group = find_group(state, event, event.group_id)
     target = next_state(GROUP_TABLE, group.state, event, f"group {group.group_id}")
@@ -93,8 +96,7 @@ def _close_group(state: State, event: e.GroupCompleted | e.GroupDropped | e.Grou
     require(allowed, event, f"group {group.group_id} is for {group.purpose}")
     if isinstance(event, e.GroupRestarted):
         require_new_rollouts(state, event, event.rollout_ids)
-        version = find_version(state, event, event.admitted_version)
-        require(not version.is_orphaned, event, f"admitted_version {version.version} must not be ORPHANED")
+        find_ready(state, event, event.admitted_version)
     group.state = target
     return group
 
@@ -135,12 +137,23 @@ def group_dropped(state: State, event: e.GroupDropped) -> tuple[fx.Effect, ...]:
     return (fx.GroupChanged(group.group_id),)
 
 
+def group_parked(state: State, event: e.GroupParked) -> tuple[fx.Effect, ...]:
+    group = _close_group(state, event)
+    state.tokens.rejected[event.reason.value] += accepted_tokens(group)
+    forget_rollouts(state, group)
+    group.num_rollouts_parked = len(group.rollouts)
+    group.rollouts, group.num_accepted = [], 0
+    group.parked_for = event.reason
+    return (fx.GroupChanged(group.group_id),)
+
+
 def group_restarted(state: State, event: e.GroupRestarted) -> tuple[fx.Effect, ...]:
     group = _close_group(state, event)
     state.tokens.rejected[event.reason.value] += accepted_tokens(group)
     state.prompts.restarted += 1
     forget_rollouts(state, group)
     group.num_stale_restarts += event.reason is e.RestartReason.STALE
+    group.parked_for = None
     group.order = state.num_events + 1
     group.admitted_version = event.admitted_version
     group.admitted_step = state.versions[event.admitted_version].step

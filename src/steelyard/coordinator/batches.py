@@ -144,7 +144,7 @@ class Batches:
             choice = self._choose(step)
         if choice.groups:
             return self._plan(step, parent, choice.groups), None
-        open_groups = sum(group.state is GroupState.OPEN for group in self._live_train())
+        open_groups = sum(group.state is not GroupState.COMPLETE for group in self._live_train())
         if self._groups.is_exhausted and open_groups < choice.num_missing:
             raise RunError(
                 f"the task stream ended after {self._core.state.next_position} tasks: step {step} needs "

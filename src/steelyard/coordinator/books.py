@@ -63,7 +63,7 @@ class Books(Record, frozen=True, kw_only=True):
 def prompt_book(state: State) -> PromptBook:
     """The prompt book: ``issued`` is the stream's frontier, ``live`` is counted over the groups that are held."""
     live = sum(
-        group.purpose is Purpose.TRAIN and group.state in (GroupState.OPEN, GroupState.COMPLETE)
+        group.purpose is Purpose.TRAIN and group.state in (GroupState.OPEN, GroupState.COMPLETE, GroupState.PARKED)
         for group in state.groups.values()
     )
     return PromptBook(

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from steelyard.coordinator import admission
-from steelyard.coordinator.entities import Group, Rollout, State
+from steelyard.coordinator.entities import Rollout, State
 from steelyard.coordinator.records import CoordinatorSettings, Wait
-from steelyard.coordinator.transitions import HELD, TERMINAL, GroupState, RolloutState, VersionState
-from steelyard.types import Purpose, Record, ScoreJob
+from steelyard.coordinator.transitions import HELD, TERMINAL, RolloutState, VersionState
+from steelyard.types import Record, ScoreJob
 
 _MIN_SUPPORT = 20
 """Fewer ends than this are no basis for a rate."""
@@ -53,8 +53,9 @@ def diagnose(
         jobs: scoring jobs that are held, by attempt; not known from the journal alone.
     """
     waits = [rollout_wait(r, jobs or {}) for g in state.live_groups.values() for r in g.rollouts if _is_waited_for(r)]
+    waits += _parked_waits(state)
     waits += _version_waits(state)
-    waits += _step_waits(state, settings)
+    waits += _step_waits(state, settings, now_s)
     waits.sort(key=lambda wait: wait.since_s)
     return Diagnosis(at_s=now_s, waits=tuple(waits), alarms=alarms(state, settings))
 
@@ -109,6 +110,15 @@ def _is_waited_for(rollout: Rollout) -> bool:
     return rollout.state not in TERMINAL
 
 
+def _parked_waits(state: State) -> list[Wait]:
+    newest = state.newest_ready
+    why = "no version is READY" if newest is None else f"room in the lag bound, newest READY is {newest.version}"
+    return [
+        Wait(who=f"group {group.group_id}", whom="admission", why=why, since_s=group.admitted_at_s)
+        for group in admission.parked(state)
+    ]
+
+
 def _version_waits(state: State) -> list[Wait]:
     waits = []
     for number in sorted(state.unreleased):
@@ -119,7 +129,7 @@ def _version_waits(state: State) -> list[Wait]:
     return waits
 
 
-def _step_waits(state: State, settings: CoordinatorSettings) -> list[Wait]:
+def _step_waits(state: State, settings: CoordinatorSettings, now_s: float) -> list[Wait]:
     """What stands between the last step and the next one."""
     if state.run is None or state.run.is_finished:
         return []
@@ -130,22 +140,15 @@ def _step_waits(state: State, settings: CoordinatorSettings) -> list[Wait]:
     if step not in state.lineage:
         return []
     since_s = state.versions[state.lineage[step]].published_at_s
-    due = _open_due_groups(state, settings, step)
-    if due:
-        ids = ", ".join(group.group_id for group in due[:3]) + (", ..." if len(due) > 3 else "")
-        why = f"{len(due)} due groups: {ids}"
-        until_s = max(since_s, due[0].admitted_at_s) + settings.max_tail_wait_s
-        return [Wait(who=f"step {step}", whom="its groups", why=why, since_s=since_s, until_s=until_s)]
-    complete = sum(g.state is GroupState.COMPLETE for g in state.live_groups.values())
-    missing = settings.rules.groups_per_batch - complete
-    if missing <= 0:
+    choice = admission.choose_batch(state, settings, step, now_s, since_s)
+    if choice.num_awaited:
+        ids = ", ".join(group.group_id for group in choice.waits_for[:3]) + (
+            ", ..." if len(choice.waits_for) > 3 else ""
+        )
+        why = f"{choice.num_awaited} of the groups that fall due: {ids}"
+        return [Wait(who=f"step {step}", whom="its groups", why=why, since_s=since_s, until_s=choice.look_again_s)]
+    if not choice.num_missing:
         return [Wait(who=f"step {step}", whom="the trainer", why="to begin", since_s=since_s)]
     room = admission.capacity(state, settings)
-    why = f"{missing} more complete groups, {room} may still be admitted"
+    why = f"{choice.num_missing} more complete groups, {room} may still be admitted"
     return [Wait(who=f"step {step}", whom="the harness workers", why=why, since_s=since_s)]
-
-
-def _open_due_groups(state: State, settings: CoordinatorSettings, step: int) -> list[Group]:
-    bound = step - settings.rules.max_policy_lag
-    groups = [g for g in state.live_groups.values() if g.purpose is Purpose.TRAIN and g.state is GroupState.OPEN]
-    return sorted((g for g in groups if g.admitted_step <= bound), key=lambda g: g.order)

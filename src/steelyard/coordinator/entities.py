@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from steelyard.coordinator.events import DropReason, Rules
+from steelyard.coordinator.events import DropReason, RestartReason, Rules
 from steelyard.coordinator.transitions import HELD, GroupState, RolloutState, VersionState
 from steelyard.types import ArtifactReport, LoadProof, Outcome, Purpose, Sampling, Score
 
@@ -65,6 +65,8 @@ class Group:
     num_open: int = 0
     num_accepted: int = 0
     num_stale_restarts: int = 0
+    parked_for: RestartReason | None = None
+    num_rollouts_parked: int = 0
 
     def accepted(self) -> list[Rollout]:
         """Members that enter the group's statistics, in member order."""

@@ -140,6 +140,13 @@ class GroupDropped(Event, frozen=True, kw_only=True):
     reason: DropReason
 
 
+class GroupParked(Event, frozen=True, kw_only=True):
+    """The group's rollouts are given up and it waits for room in the lag bound to be restarted."""
+
+    group_id: str
+    reason: RestartReason
+
+
 class GroupRestarted(Event, frozen=True, kw_only=True):
     """The same prompt again, with new rollouts, admitted anew; tokens of accepted members are rejected."""
 
@@ -346,6 +353,7 @@ AnyEvent: TypeAlias = (
     | GroupCompleted
     | GroupEvaluated
     | GroupDropped
+    | GroupParked
     | GroupRestarted
     | Leased
     | Running

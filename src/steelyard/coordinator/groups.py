@@ -29,32 +29,17 @@ class Groups:
         self.is_draining = False
 
     def admit(self) -> int:
-        """Admit as many training groups as the lag bound has room for; how many."""
-        core, state = self._core, self._core.state
-        num_admitted = 0
+        """Admit as many training groups as the lag bound has room for, parked ones first; how many."""
+        state = self._core.state
         newest = state.newest_ready
-        room = 0 if self.is_draining or self._stream is None else admission.capacity(state, core.settings)
-        while num_admitted < room and newest is not None and self._stream is not None:
-            task = self._stream.at(state.next_position)
-            if task is None:
-                self.is_exhausted = True
-                break
-            core.record(
-                e.GroupAdmitted(
-                    at_s=core.now_s(),
-                    group_id=core.ids.new("grp"),
-                    task_id=task.task_id,
-                    task_index=task.task_index,
-                    stream_position=state.next_position,
-                    purpose=Purpose.TRAIN,
-                    label=None,
-                    rollout_ids=self._new_rollouts(core.settings.rules.group_size),
-                    admitted_version=newest.version,
-                    bound_version=None,
-                    sampling=core.settings.sampling,
-                    max_turns=core.settings.max_turns,
-                )
-            )
+        if self.is_draining or newest is None:
+            return 0
+        room = admission.capacity(state, self._core.settings)
+        waiting = admission.parked(state)[:room]
+        for group in waiting:
+            self._restart(group, group.parked_for or e.RestartReason.STALE, group.num_rollouts_parked, newest.version)
+        num_admitted = len(waiting)
+        while num_admitted < room and self._admit_next(newest.version):
             num_admitted += 1
         return num_admitted
 
@@ -69,19 +54,19 @@ class Groups:
 
     def replace(self, group: Group, reason: e.RestartReason) -> None:
         """Start the prompt again with new rollouts, or drop it as too stale where that was done too often."""
-        core = self._core
-        if reason is e.RestartReason.STALE and admission.too_stale(core.settings, group):
+        newest = self._core.state.newest_ready
+        if reason is e.RestartReason.STALE and admission.too_stale(self._core.settings, group):
             self.drop(group, e.DropReason.TOO_STALE)
-            return
+        elif newest is None:
+            self.park(group, reason)
+        else:
+            self._cancel_open(group, reason.value)
+            self._restart(group, reason, len(group.rollouts), newest.version)
+
+    def park(self, group: Group, reason: e.RestartReason) -> None:
+        """Give the group's rollouts up; ``admit`` starts it again when there is room."""
         self._cancel_open(group, reason.value)
-        event = e.GroupRestarted(
-            at_s=core.now_s(),
-            group_id=group.group_id,
-            reason=reason,
-            rollout_ids=self._new_rollouts(len(group.rollouts)),
-            admitted_version=self._admission_version(),
-        )
-        core.record(event)
+        self._core.record(e.GroupParked(at_s=self._core.now_s(), group_id=group.group_id, reason=reason))
 
     def drop(self, group: Group, reason: e.DropReason) -> None:
         """Give a group up; what its members sampled is booked under ``reason``."""
@@ -123,11 +108,40 @@ class Groups:
                 )
             )
 
-    def _admission_version(self) -> int:
-        """The newest READY version; after an orphaning perhaps the newest surviving one, about to be loaded."""
-        state = self._core.state
-        newest = state.newest_ready
-        return newest.version if newest else state.lineage[max(state.lineage)]
+    def _admit_next(self, version: int) -> bool:
+        """Admit the task at the frontier, if there is one."""
+        core = self._core
+        position = core.state.next_position
+        task = self._stream.at(position) if self._stream is not None else None
+        if task is None:
+            self.is_exhausted = True
+            return False
+        event = e.GroupAdmitted(
+            at_s=core.now_s(),
+            group_id=core.ids.new("grp"),
+            task_id=task.task_id,
+            task_index=task.task_index,
+            stream_position=position,
+            purpose=Purpose.TRAIN,
+            label=None,
+            rollout_ids=self._new_rollouts(core.settings.rules.group_size),
+            admitted_version=version,
+            bound_version=None,
+            sampling=core.settings.sampling,
+            max_turns=core.settings.max_turns,
+        )
+        core.record(event)
+        return True
+
+    def _restart(self, group: Group, reason: e.RestartReason, num_rollouts: int, version: int) -> None:
+        event = e.GroupRestarted(
+            at_s=self._core.now_s(),
+            group_id=group.group_id,
+            reason=reason,
+            rollout_ids=self._new_rollouts(num_rollouts),
+            admitted_version=version,
+        )
+        self._core.record(event)
 
     def _new_rollouts(self, count: int) -> tuple[str, ...]:
         return tuple(self._core.ids.new("rol") for _ in range(count))

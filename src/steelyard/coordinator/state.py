@@ -43,6 +43,7 @@ _HANDLERS: Mapping[type[e.Event], Callable[[State, Any], tuple[fx.Effect, ...]]]
     e.GroupCompleted: apply_groups.group_completed,
     e.GroupEvaluated: apply_groups.group_evaluated,
     e.GroupDropped: apply_groups.group_dropped,
+    e.GroupParked: apply_groups.group_parked,
     e.GroupRestarted: apply_groups.group_restarted,
     e.Leased: apply_rollouts.leased,
     e.Running: apply_rollouts.running,

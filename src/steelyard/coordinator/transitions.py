@@ -7,6 +7,7 @@
                  |          |             +---+ grader failed: score the same artifact again
                  +----------+-------------+-> INFRA_FAILED -> PENDING (new attempt) | CANCELLED
     group: OPEN -> COMPLETE -> CONSUMED | DROPPED;  OPEN -> EVALUATED
+           given up, to be sampled again: OPEN | COMPLETE -> (PARKED ->) OPEN
 """
 
 import enum
@@ -37,6 +38,7 @@ class GroupState(enum.StrEnum):
 
     OPEN = "OPEN"
     COMPLETE = "COMPLETE"
+    PARKED = "PARKED"
     CONSUMED = "CONSUMED"
     EVALUATED = "EVALUATED"
     DROPPED = "DROPPED"
@@ -83,9 +85,13 @@ GROUP_TABLE: Mapping[tuple[GroupState, type[e.Event]], GroupState] = {
     (G.OPEN, e.GroupEvaluated): G.EVALUATED,
     (G.OPEN, e.GroupDropped): G.DROPPED,
     (G.OPEN, e.GroupRestarted): G.OPEN,
+    (G.OPEN, e.GroupParked): G.PARKED,
     (G.COMPLETE, e.StepBegun): G.CONSUMED,
     (G.COMPLETE, e.GroupDropped): G.DROPPED,
     (G.COMPLETE, e.GroupRestarted): G.OPEN,
+    (G.COMPLETE, e.GroupParked): G.PARKED,
+    (G.PARKED, e.GroupRestarted): G.OPEN,
+    (G.PARKED, e.GroupDropped): G.DROPPED,
     (G.CONSUMED, e.StepVoided): G.COMPLETE,
 }
 

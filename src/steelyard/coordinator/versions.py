@@ -133,7 +133,7 @@ class Versions:
         """Give up ``version`` and its descendants; returns them.
 
         Attempts on them end without using up budget, steps computed on them are voided, and groups that hold
-        tokens of them start again.
+        tokens of them start again as soon as the lag bound has room.
 
         Raises:
             IllegalTransition: the version is not on the surviving lineage, or a kept checkpoint holds it.
@@ -153,7 +153,8 @@ class Versions:
         for group in list(state.live_groups.values()):
             is_tainted = group.admitted_version in doomed or _sampled_from(group, doomed)
             if group.purpose is Purpose.TRAIN and is_tainted:
-                self._groups.replace(group, e.RestartReason.ORPHANED)
+                self._groups.park(group, e.RestartReason.ORPHANED)
+        self._groups.admit()
         return tuple(sorted(doomed))
 
     def pending_steps(self, checkpoint_step: int) -> tuple[PendingStep, ...]:

@@ -4,9 +4,10 @@ The stores hold what the real ones hold (traces, ledger of recorded tokens, arti
 same object serves tests of the coordinator, of recovery and of ``audit``.
 """
 
+import asyncio
 import random
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,7 +22,7 @@ from steelyard.coordinator.journal.memory import MemoryJournal
 from steelyard.coordinator.records import BatchPlan, CoordinatorSettings
 from steelyard.coordinator.service import Coordinator
 from steelyard.digests import digest_bytes
-from steelyard.errors import IntegrityError
+from steelyard.errors import IntegrityError, Refused
 from steelyard.ids import SeededIds
 from steelyard.tasks.sampler import ShuffledStream
 from steelyard.testing.manual_clock import ManualClock
@@ -52,7 +53,7 @@ V = TypeVar("V")
 
 
 def make_settings(
-    *, lag: int = 1, groups_per_batch: int = 2, group_size: int = 2, min_scored: int = 2, **changes: object
+    *, lag: int = 1, groups_per_batch: int = 2, group_size: int = 2, min_scored: int = 2, **changes: Any
 ) -> CoordinatorSettings:
     """Small settings without group-commit delay; ``changes`` go to CoordinatorSettings."""
     rules = Rules(max_policy_lag=lag, groups_per_batch=groups_per_batch, group_size=group_size, min_scored=min_scored)
@@ -376,3 +377,31 @@ def make_proof(manifest: Manifest, replica_id: str = "rep_0") -> LoadProof:
         probe_tolerance=1e-4,
         loaded_in_s=0.1,
     )
+
+
+def play(scene: Callable[[RunRig], Awaitable[None]], **settings: Any) -> RunRig:
+    """Run a scene on a rig whose version 0 is READY; at its end both books must close.
+
+    Args:
+        scene: what happens.
+        settings: as of ``make_settings``.
+    """
+
+    async def run() -> RunRig:
+        rig = await RunRig(make_settings(**settings)).start()
+        await scene(rig)
+        books = await rig.coordinator.books(rig.stores.recorded)
+        assert books.are_closed, books
+        await rig.coordinator.close()
+        return rig
+
+    return asyncio.run(run())
+
+
+async def refusal_of(call: Awaitable[object]) -> str:
+    """The reason for which ``call`` is refused; fails where it is not."""
+    try:
+        await call
+    except Refused as refused:
+        return refused.reason
+    raise AssertionError("the call must be refused, and was answered")

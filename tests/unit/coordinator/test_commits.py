@@ -1,0 +1,154 @@
+"""Group commit: company shares a commit, order is kept, failures reach everybody who waits."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from steelyard.coordinator import events as e
+from steelyard.coordinator.commits import CommitQueue
+from steelyard.coordinator.journal.memory import MemoryJournal
+from steelyard.errors import StorageFailed
+from steelyard.testing.manual_clock import settle
+
+
+def event(n: int) -> e.AnyEvent:
+    return e.Running(at_s=float(n), attempt_id=f"att_{n}")
+
+
+class SlowJournal(MemoryJournal):
+    """Commits only when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Semaphore(0)
+        self.sizes: list[int] = []
+
+    async def append(self, events: Sequence[e.AnyEvent]) -> None:
+        await self.gate.acquire()
+        self.sizes.append(len(events))
+        await super().append(events)
+
+
+class FullDisk(MemoryJournal):
+    async def append(self, events: Sequence[e.AnyEvent]) -> None:
+        raise StorageFailed("disk full")
+
+
+def queue(journal: MemoryJournal, failures: list[BaseException] | None = None) -> CommitQueue:
+    return CommitQueue(
+        journal,
+        num_committed=0,
+        delay_s=0.0,
+        sleep=asyncio.sleep,
+        on_failure=(failures if failures is not None else []).append,
+        on_commit=lambda number: None,
+    )
+
+
+def test_events_that_arrive_during_a_commit_share_the_next_one() -> None:
+    async def run() -> None:
+        journal = SlowJournal()
+        commits = queue(journal)
+        commits.add(event(1))
+        await settle()
+        for n in range(2, 50):
+            commits.add(event(n))
+        for _ in range(2):
+            journal.gate.release()
+        await commits.reached(49)
+        assert journal.sizes == [1, 48]
+        assert await journal.replay() == tuple(event(n) for n in range(1, 50))
+        await commits.close()
+
+    asyncio.run(run())
+
+
+def test_an_answer_waits_for_exactly_its_commit() -> None:
+    async def run() -> None:
+        journal = SlowJournal()
+        commits = queue(journal)
+        commits.add(event(1))
+        first = asyncio.ensure_future(commits.reached(1))
+        await settle()
+        commits.add(event(2))
+        second = asyncio.ensure_future(commits.reached(2))
+        journal.gate.release()
+        await settle()
+        assert first.done() and not second.done()
+        journal.gate.release()
+        await second
+        await commits.close()
+
+    asyncio.run(run())
+
+
+def test_a_refusing_disk_fails_all_who_wait_and_all_who_come_later() -> None:
+    async def run() -> None:
+        failures: list[BaseException] = []
+        commits = queue(FullDisk(), failures)
+        commits.add(event(1))
+        with pytest.raises(StorageFailed, match="disk full"):
+            await commits.reached(1)
+        with pytest.raises(StorageFailed, match="disk full"):
+            commits.add(event(2))
+        assert [str(failure) for failure in failures] == ["disk full"]
+        await commits.close()
+
+    asyncio.run(run())
+
+
+def test_closing_commits_what_is_in_line() -> None:
+    async def run() -> None:
+        journal = MemoryJournal()
+        commits = queue(journal)
+        for n in range(1, 4):
+            commits.add(event(n))
+        await commits.close()
+        assert len(journal.stored) == 3
+
+    asyncio.run(run())
+
+
+def test_stopping_loses_what_is_in_line_and_says_so() -> None:
+    async def run() -> None:
+        journal = SlowJournal()
+        commits = queue(journal)
+        commits.add(event(1))
+        waiter = asyncio.ensure_future(commits.reached(1))
+        await settle()
+        commits.stop()
+        with pytest.raises(StorageFailed, match="closed before"):
+            await waiter
+        assert journal.stored == []
+
+    asyncio.run(run())
+
+
+def test_a_delay_gathers_company() -> None:
+    async def run() -> None:
+        journal = SlowJournal()
+        journal.gate.release()
+        gate = asyncio.Event()
+
+        async def sleep(seconds: float) -> None:
+            assert seconds == 0.5
+            await gate.wait()
+
+        commits = CommitQueue(
+            journal,
+            num_committed=0,
+            delay_s=0.5,
+            sleep=sleep,
+            on_failure=lambda error: None,
+            on_commit=lambda number: None,
+        )
+        for n in range(1, 6):
+            commits.add(event(n))
+            await settle()
+        gate.set()
+        await commits.reached(5)
+        assert journal.sizes == [5]
+        commits.stop()
+
+    asyncio.run(run())
