@@ -15,7 +15,7 @@ ends, every pending call on it fails at once: nobody waits for a dead process.
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -55,10 +55,20 @@ class StreamingEndpoint(Generic[Req, Rep, Ev]):
 _Handler = Callable[[Any, Callable[[Any], None]], Awaitable[Any]]
 
 
-class Server:
-    """Serves endpoints on a Unix socket. Handlers run concurrently; each is cancelled with its caller."""
+def _no_fault(point: str) -> None:
+    """The hook of real runs."""
 
-    def __init__(self) -> None:
+
+class Server:
+    """Serves endpoints on a Unix socket. Handlers run concurrently; each is cancelled with its caller.
+
+    Args:
+        fault: called with ``call:<endpoint>`` before and ``reply:<endpoint>`` after each handler; rehearsals of
+            recovery kill the process there.
+    """
+
+    def __init__(self, fault: Callable[[str], None] = _no_fault) -> None:
+        self._fault = fault
         self._handlers: dict[str, tuple[type[Any], _Handler]] = {}
         self._server: asyncio.Server | None = None
         self._is_closed = False
@@ -132,18 +142,26 @@ class Server:
         def emit(event: Any) -> None:
             writer.write(frames.encode(Frame(frame.id, "event", "", _raw(event))))
 
+        known = self._handlers.get(frame.name)
+        if known is None:
+            failure = RemoteFailed(f"no endpoint is named {frame.name!r}")
+            await self._send(frames.error_frame(frame.id, failure), writer)
+            return
+        request_type, handler = known
         try:
-            request_type, handler = self._handlers[frame.name]
-            request = msgspec.msgpack.decode(frame.body, type=request_type)
-            answer = Frame(frame.id, "reply", "", _raw(await handler(request, emit)))
-        except KeyError:
-            answer = frames.error_frame(frame.id, RemoteFailed(f"no endpoint is named {frame.name!r}"))
+            self._fault(f"call:{frame.name}")
+            reply = await handler(msgspec.msgpack.decode(frame.body, type=request_type), emit)
+            self._fault(f"reply:{frame.name}")
+            answer = Frame(frame.id, "reply", "", _raw(reply))
         except SteelyardError as error:
             answer = frames.error_frame(frame.id, error)
         except Exception as error:
             # The caller must learn of any failure; it decides whether the run can go on.
             logger.exception("call %s failed", frame.name)
             answer = frames.error_frame(frame.id, error)
+        await self._send(answer, writer)
+
+    async def _send(self, answer: Frame, writer: asyncio.StreamWriter) -> None:
         if not writer.is_closing():
             writer.write(frames.encode(answer))
             await writer.drain()
@@ -234,7 +252,9 @@ class Client:
         self._pending[call_id] = pending
         try:
             self._writer.write(frames.encode(Frame(call_id, "call", method, _raw(request))))
-            return await asyncio.wait_for(pending.done, deadline_s)
+            # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the reply.
+            async with asyncio.timeout(deadline_s):
+                return await pending.done
         except TimeoutError:
             self._send_cancel(call_id)
             raise DeadlineExceeded(f"{method} at {self._name}", (self._name,), deadline_s) from None
@@ -283,19 +303,3 @@ class _PendingCall:
 
 def _raw(record: Any) -> msgspec.Raw:
     return msgspec.Raw(msgspec.msgpack.encode(record))
-
-
-async def supervise(*loops: Coroutine[Any, Any, None]) -> None:
-    """Run loops until one ends or fails; then cancel the others, and raise the first failure.
-
-    The end of any loop ends all: a run never goes on with a part missing.
-    """
-    tasks = [asyncio.create_task(loop) for loop in loops]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()

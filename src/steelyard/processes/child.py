@@ -123,14 +123,16 @@ class ChildProcess:
             return
         self._process.terminate()
         try:
-            await asyncio.wait_for(self._process.wait(), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                await self._process.wait()
         except TimeoutError:
             os.killpg(self._process.pid, signal.SIGKILL)
             await self._reap(deadline_s)
 
     async def _reap(self, deadline_s: float) -> None:
         try:
-            await asyncio.wait_for(self._process.wait(), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                await self._process.wait()
         except TimeoutError:
             raise DeadlineExceeded(f"process {self.name} to end after SIGKILL", (self.name,), deadline_s) from None
 

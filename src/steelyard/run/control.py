@@ -35,8 +35,8 @@ from steelyard.ids import IdSource, RandomIds
 from steelyard.inference.client import EngineClient
 from steelyard.inference.router import Router
 from steelyard.observe.rows import EvaluationLabel, StageName
-from steelyard.processes.channel import supervise
 from steelyard.processes.faults import FaultPlan, fault_hook
+from steelyard.processes.supervision import supervise, task_group
 from steelyard.run.directory import RunDirectory
 from steelyard.run.evaluation import Evaluator
 from steelyard.run.news import News
@@ -165,7 +165,7 @@ class Control:
         children, config = self._base.children, self._config
         start = starting_point(self._coordinator, self._context.directory)
         names = [f"replica-{index}" for index in range(config.resources.rollout_gpus)]
-        async with asyncio.TaskGroup() as group:
+        async with task_group() as group:
             trainer = group.create_task(children.start_trainer(self._model_dir(), start))
             replicas = [group.create_task(children.start_replica(index)) for index in range(len(names))]
         return trainer.result(), dict(zip(names, (task.result() for task in replicas), strict=True))

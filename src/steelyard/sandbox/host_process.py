@@ -72,8 +72,7 @@ class HostProcess:
 
     async def wait(self, deadline_s: float) -> bool:
         """Whether it was gone within ``deadline_s`` seconds."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self.gone), deadline_s)
+        await asyncio.wait({self.gone}, timeout=deadline_s)
         return self.gone.done()
 
     async def end(self, patience_s: float, deadline_s: float) -> None:

@@ -172,10 +172,9 @@ class _Room:
     async def _end(self, number: int, gone: "asyncio.Future[None]") -> None:
         if not gone.done():
             self._kill(number)
-        try:
-            await asyncio.wait_for(asyncio.shield(gone), _GONE_DEADLINE_S)
-        except TimeoutError:
-            raise DeadlineExceeded("a sandbox to end after SIGKILL", (f"sandbox {number}",), _GONE_DEADLINE_S) from None
+        await asyncio.wait({gone}, timeout=_GONE_DEADLINE_S)
+        if not gone.done():
+            raise DeadlineExceeded("a sandbox to end after SIGKILL", (f"sandbox {number}",), _GONE_DEADLINE_S)
 
     async def _read_notices(self) -> None:
         loop = asyncio.get_running_loop()
@@ -206,6 +205,7 @@ class _Room:
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         try:
-            await asyncio.wait_for(self._reading, _PATIENCE_S + _GONE_DEADLINE_S)
+            async with asyncio.timeout(_PATIENCE_S + _GONE_DEADLINE_S):
+                await self._reading
         finally:
             self._control.close()

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from steelyard.errors import DeadlineExceeded, Refused, RemoteFailed
-from steelyard.processes.channel import Client, Endpoint, Server, StreamingEndpoint, supervise
+from steelyard.processes.channel import Client, Endpoint, Server, StreamingEndpoint
 
 
 class Word(msgspec.Struct, frozen=True):
@@ -145,18 +145,54 @@ def test_rubbish_on_the_socket_ends_that_connection_alone(tmp_path: Path) -> Non
     with_server(tmp_path, lambda server: server.handle(ECHO, echo), use)
 
 
-def test_the_first_failure_of_a_supervised_loop_ends_the_others_and_is_raised() -> None:
-    ended: list[str] = []
+def test_a_cancellation_that_meets_its_reply_ends_the_caller(tmp_path: Path) -> None:
+    # Event and reply arrive together. The cancellation comes between the reply and the caller's next turn.
+    async def answer_at_once(request: Word, emit: Callable[[Word], None]) -> Word:
+        emit(request)
+        return request
 
-    async def patient() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append("patient")
+    async def use(client: Client, _server: Server) -> None:
+        loop = asyncio.get_running_loop()
+        went_on = False
 
-    async def failing() -> None:
-        raise ValueError("producer is gone")
+        def cancel_soon(_: Word) -> None:
+            loop.call_soon(asking.cancel)
 
-    with pytest.raises(ValueError, match="producer is gone"):
-        asyncio.run(supervise(patient(), failing()))
-    assert ended == ["patient"]
+        async def ask() -> None:
+            nonlocal went_on
+            await client.call_streaming(SPELL, Word("x"), cancel_soon, deadline_s=5)
+            went_on = True
+
+        asking = asyncio.create_task(ask())
+        await asyncio.wait({asking})
+        assert asking.cancelled()
+        assert not went_on
+
+    with_server(tmp_path, lambda server: server.handle_streaming(SPELL, answer_at_once), use)
+
+
+def test_a_handler_that_misses_a_key_is_not_taken_for_a_missing_endpoint(tmp_path: Path) -> None:
+    async def look_up(request: Word) -> Word:
+        raise KeyError(request.text)
+
+    async def use(client: Client, _server: Server) -> None:
+        with pytest.raises(RemoteFailed, match="failed with KeyError"):
+            await client.call(ECHO, Word("x"), deadline_s=5)
+
+    with_server(tmp_path, lambda server: server.handle(ECHO, look_up), use)
+
+
+def test_each_call_passes_a_fault_point_before_and_after_its_handler(tmp_path: Path) -> None:
+    points: list[str] = []
+
+    async def run() -> None:
+        server = Server(points.append)
+        server.handle(ECHO, echo)
+        await server.serve(tmp_path / "s")
+        client = await Client.connect(tmp_path / "s", name="server", deadline_s=5)
+        await client.call(ECHO, Word("x"), deadline_s=5)
+        await client.close()
+        await server.close()
+
+    asyncio.run(run())
+    assert points == ["call:echo", "reply:echo"]
