@@ -16,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from steelyard.errors import InputError
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_PLAIN_JSON = json.JSONEncoder(ensure_ascii=False).encode
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
@@ -117,6 +118,8 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Without the HTML escapes of jinja2's own filter, which no chat template expects."""
+    if not (ensure_ascii or indent or separators or sort_keys):
+        return _PLAIN_JSON(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
