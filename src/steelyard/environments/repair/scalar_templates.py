@@ -221,7 +221,7 @@ return out
     ),
 )
 
-UNSEEN: tuple[Template, ...] = (
+RELATIVES: tuple[Template, ...] = (
     Template(
         name="sum_below",
         doc="sum of the items of {xs} below {K}",
