@@ -59,7 +59,7 @@ _CLONE_NEW = 0x20000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000  # mount,
 _CLONE_NEWNET = 0x40000000
 _CLONE_NUMBERS = {"x86_64": 56, "aarch64": 220}
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
-_PR_SET_DUMPABLE, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 15, 36, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 15, 36, 38
 _CAPABILITY_VERSION_3 = 0x20080522
 
 # PyDLL keeps the interpreter's lock through the call, as a fork must.
@@ -419,6 +419,8 @@ def _children() -> list[int]:
 def _be_the_child(program: bytes, standard: tuple[int, int, int], deadline_s: float, limits: Limits) -> NoReturn:
     status = 1
     try:
+        # Needless in a pid namespace; elsewhere the supervisor may be killed alone.
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.setsid()
         for number, fd in enumerate(standard):
             os.dup2(fd, number)

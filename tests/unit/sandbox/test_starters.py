@@ -114,7 +114,7 @@ def test_a_sandbox_that_dies_in_mid_run_was_killed_by_its_program(kind: str) -> 
         await sandbox.set_label("att_dies")
         supervisor = next(process for process in descendants() if process.name() == "sy:att_dies")
         running = asyncio.create_task(sandbox.run(SandboxCall(program=b"import time; time.sleep(600)", deadline_s=600)))
-        await until(lambda: supervisor.children() or None)
+        inside = await until(lambda: supervisor.children() or None)
         supervisor.kill()
         assert (await running).status is SandboxStatus.KILLED
         assert (await sandbox.run(SandboxCall(program=b"pass"))).status is SandboxStatus.KILLED
@@ -122,6 +122,7 @@ def test_a_sandbox_that_dies_in_mid_run_was_killed_by_its_program(kind: str) -> 
             await sandbox.write_file("x", b"")
         assert caught.value.is_by_program
         await sandbox.close()
+        await until(lambda: None if [process for process in inside if process.is_running()] else True)
 
     with_starter(kind, body)
 
