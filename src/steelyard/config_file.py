@@ -120,9 +120,23 @@ def _unknown_key(name: str, value: Any) -> str:
     # Where a whole section is misspelt, its first key makes the guess better and the message more useful.
     if isinstance(value, dict) and value:
         name = f"{name}.{next(iter(value))}"
-    leaves = list(known_keys())
-    near = difflib.get_close_matches(name, leaves, n=1, cutoff=0.0)
-    return f"{name} is not a configuration key; the nearest is {near[0]}"
+    return f"{name} is not a configuration key; the nearest is {_nearest(name)}"
+
+
+def _nearest(name: str) -> str:
+    """The key that was meant: one of the same section where there is such a section, else any that takes a value."""
+    keys = list(known_keys())
+    sections = {key.rpartition(".")[0] for key in keys} - {""}
+    section, _, last = name.rpartition(".")
+    if section in sections:
+        siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section]
+        return f"{section}.{_closest(last, siblings)}"
+    leaves = [key for key in keys if key not in sections]
+    return _closest(name, leaves if section else [*leaves, *sections])
+
+
+def _closest(name: str, candidates: Sequence[str]) -> str:
+    return difflib.get_close_matches(name, candidates, n=1, cutoff=0.0)[0]
 
 
 def _in_our_words(message: str) -> str:

@@ -19,6 +19,8 @@ def test_defaults_are_valid_and_survive_a_round_trip_through_yaml() -> None:
     ("override", "message"),
     [
         ("rolout.max_turns=3", "rolout.max_turns is not a configuration key; the nearest is rollout.max_turns"),
+        ("train.lr=3", "train.lr is not a configuration key; the nearest is train.learning_rate"),
+        ("rolout={}", "rolout is not a configuration key; the nearest is rollout"),
         ("train.max_step=3", "train.max_step is not a configuration key; the nearest is train.max_steps"),
         ("train.batch_size=30", "train.batch_size must be divisible by rollout.group_size (8), got 30; 24 or 32 would"),
         ("train.batch_size=many", "train.batch_size must be of type int, got str"),
