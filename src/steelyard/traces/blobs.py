@@ -106,8 +106,16 @@ class DurableWriter:
             raise StorageFailed(f"the disk must take {path} within {self._deadline_s:.0f} s, and has not") from None
 
     async def call(self, function: Callable[[], Value]) -> Value:
-        """Run blocking file work in the same thread, after the group that is being written."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+        """Run blocking file work in the same thread, after the group that is being written.
+
+        Raises:
+            StorageFailed: the disk did not answer in time.
+        """
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+        except TimeoutError:
+            raise StorageFailed(f"the disk must answer {self._name} within {self._deadline_s:.0f} s") from None
 
     async def close(self) -> None:
         """Wait for the writes that were begun, then end the thread."""
@@ -121,7 +129,7 @@ class DurableWriter:
         try:
             while self._pending:
                 group, self._pending = self._pending, []
-                await self.call(functools.partial(self._write_group, group))
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._write_group, group)
                 for entry in group:
                     _settle(entry)
         except BaseException as error:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,23 @@ def test_a_bug_in_the_writer_fails_every_waiting_write_instead_of_hanging_them(t
         )
         assert all(isinstance(outcome, StorageFailed) and "a bug" in str(outcome) for outcome in outcomes)
         await writer.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_disk_that_does_not_answer_is_an_error_and_not_a_wait_for_ever(tmp_path: Path) -> None:
+    answers = threading.Event()
+
+    def hang() -> None:
+        answers.wait(20)
+
+    async def scenario() -> None:
+        writer = DurableWriter(tmp_path / "tmp", "file", deadline_s=0.0, before_group=hang)
+        with pytest.raises(StorageFailed, match=r"must take .*kept within 0 s"):
+            await writer.write(tmp_path / "kept", b"x")
+        with pytest.raises(StorageFailed, match="must answer file within 0 s"):
+            await writer.call(lambda: None)
+        answers.set()
 
     asyncio.run(scenario())
 
