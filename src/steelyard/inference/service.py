@@ -7,7 +7,7 @@ from pathlib import Path
 
 from steelyard.inference import engine as api
 from steelyard.inference.engine import Engine, Nothing
-from steelyard.processes.channel import Server
+from steelyard.processes.channel import FaultHook, Server, no_fault
 from steelyard.types import EngineStats, LoadProof
 
 _NOTHING = Nothing()
@@ -61,13 +61,13 @@ class EngineService:
         return await self._engine.stats()
 
 
-async def serve_engine(engine: Engine, socket_path: Path, stop: asyncio.Event) -> None:
-    """Serve until ``stop`` is set; then end all connections with their calls.
+async def serve_engine(engine: Engine, socket_path: Path, stop: asyncio.Event, fault: FaultHook = no_fault) -> None:
+    """Serve until ``stop`` is set; then end all connections with their calls. ``fault`` is for rehearsals.
 
     Raises:
         OSError: the socket's path is taken or cannot be made.
     """
-    server = Server()
+    server = Server(fault)
     EngineService(engine).register(server)
     await server.serve(socket_path)
     try:

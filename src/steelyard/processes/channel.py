@@ -32,6 +32,9 @@ Req = TypeVar("Req")
 Rep = TypeVar("Rep")
 Ev = TypeVar("Ev")
 
+FaultHook = Callable[[str], None]
+"""Called with the name of each point at which a rehearsal may want the process to die."""
+
 
 @dataclass(frozen=True)
 class Endpoint(Generic[Req, Rep]):
@@ -55,7 +58,7 @@ class StreamingEndpoint(Generic[Req, Rep, Ev]):
 _Handler = Callable[[Any, Callable[[Any], None]], Awaitable[Any]]
 
 
-def _no_fault(point: str) -> None:
+def no_fault(point: str) -> None:
     """The hook of real runs."""
 
 
@@ -67,7 +70,7 @@ class Server:
             recovery kill the process there.
     """
 
-    def __init__(self, fault: Callable[[str], None] = _no_fault) -> None:
+    def __init__(self, fault: FaultHook = no_fault) -> None:
         self._fault = fault
         self._handlers: dict[str, tuple[type[Any], _Handler]] = {}
         self._server: asyncio.Server | None = None

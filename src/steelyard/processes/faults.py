@@ -15,8 +15,14 @@ from steelyard.types import Record
 class FaultPlan(Record, frozen=True, kw_only=True):
     """Kill ``process`` with SIGKILL when it passes ``point`` for the ``occurrence``-th time (from 1).
 
-    ``process`` is ``control``, ``trainer`` or ``replica-<n>``. With ``whole_run`` its parent dies first, and with
-    the parent all its children.
+    ``process`` is ``control``, ``trainer``, ``replica-<n>`` or ``scorer-<n>``. With ``whole_run`` its parent dies
+    first, and with the parent all its children.
+
+    Points: in control ``event:<KIND>:before`` and ``event:<KIND>:after`` around the commit of each event of the
+    journal, ``journal.*``, ``trace:*``, ``blob:*``, ``batch:*`` inside writes; in every child ``call:<endpoint>`` and
+    ``reply:<endpoint>``; in the trainer ``gradients_ready``, ``stepped``, those of
+    :mod:`steelyard.trainer.checkpoint`, and with the prefix ``publish:`` those of
+    :mod:`steelyard.weights.publisher`.
     """
 
     process: str

@@ -3,12 +3,11 @@
 import asyncio
 from pathlib import Path
 
-import torch
-
 from steelyard.clock import SystemClock
 from steelyard.ids import RandomIds
 from steelyard.inference.local_engine import EngineCore, EngineSettings, LocalEngine
 from steelyard.inference.service import serve_engine
+from steelyard.processes.faults import fault_hook
 from steelyard.run.children import run_child
 from steelyard.run.replica_options import ReplicaOptions
 from steelyard.weights.loader import VersionLoader
@@ -16,7 +15,6 @@ from steelyard.weights.loader import VersionLoader
 
 async def serve(options: ReplicaOptions, stop: asyncio.Event) -> None:
     """Serve a local engine until ``stop`` is set."""
-    torch.set_num_threads(options.num_threads)
     clock = SystemClock()
     loader = VersionLoader()
     settings = EngineSettings(
@@ -30,7 +28,7 @@ async def serve(options: ReplicaOptions, stop: asyncio.Event) -> None:
     core = EngineCore(settings, loader, replica_id=options.name, clock=clock, ids=RandomIds())
     engine = LocalEngine(core, loader, clock)
     try:
-        await serve_engine(engine, Path(options.socket_path), stop)
+        await serve_engine(engine, Path(options.socket_path), stop, fault_hook(options.fault, options.name))
     finally:
         await engine.close()
 

@@ -10,6 +10,7 @@ from typing import Any
 from steelyard.config import SandboxConfig
 from steelyard.environments.base import Services
 from steelyard.environments.registry import make_environment
+from steelyard.processes.faults import fault_hook
 from steelyard.run.children import ChildOptions, run_child
 from steelyard.sandbox.function_calls import run_function_calls
 from steelyard.sandbox.opening import open_pool
@@ -30,7 +31,8 @@ async def serve(options: ScorerOptions, stop: asyncio.Event) -> None:
     services = Services(run_function=run_function_calls, call_deadline_s=options.sandbox.call_deadline_s)
     environment = make_environment(options.environment, options.environment_options, services)
     pool = await open_pool(options.sandbox, Path(options.registry_dir))
-    serving = asyncio.create_task(serve_grader(Path(options.socket_path), environment.grader(), pool))
+    fault = fault_hook(options.fault, options.name)
+    serving = asyncio.create_task(serve_grader(Path(options.socket_path), environment.grader(), pool, fault))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -17,7 +17,10 @@ async def serve(options: TrainerOptions, stop: asyncio.Event) -> None:
     checkpoint = Path(options.checkpoint) if options.checkpoint is not None else None
     model_dir = Path(options.model_dir)
     publisher = VersionPublisher(
-        Path(options.weights_dir), checkpoint or model_dir, options.probe_tolerance, fault=fault
+        Path(options.weights_dir),
+        checkpoint or model_dir,
+        options.probe_tolerance,
+        fault=lambda point: fault(f"publish:{point}"),
     )
     trainer = await Trainer.open(
         options.settings,
@@ -27,7 +30,7 @@ async def serve(options: TrainerOptions, stop: asyncio.Event) -> None:
         checkpoint_digest=options.checkpoint_digest,
         fault=fault,
     )
-    server = await serve_trainer(trainer, Path(options.socket_path))
+    server = await serve_trainer(trainer, Path(options.socket_path), fault)
     await stop.wait()
     await server.close()
     await trainer.close()

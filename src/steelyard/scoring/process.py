@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from steelyard.errors import ProcessDied, RemoteFailed
-from steelyard.processes.channel import Client, Endpoint, Server
+from steelyard.processes.channel import Client, Endpoint, FaultHook, Server, no_fault
 from steelyard.processes.child import ChildProcess
 from steelyard.scoring.base import Grader, GradeRequest, SandboxSource
 from steelyard.scoring.verifier import grade_once
@@ -26,13 +26,13 @@ _GONE_DEADLINE_S = 10.0
 _DEATH_NOTICE_S = 1.0
 
 
-async def serve_grader(path: Path, grader: Grader, sandboxes: SandboxSource) -> None:
-    """Answer grade requests on the Unix socket ``path`` until cancelled.
+async def serve_grader(path: Path, grader: Grader, sandboxes: SandboxSource, fault: FaultHook = no_fault) -> None:
+    """Answer grade requests on the Unix socket ``path`` until cancelled. ``fault`` is for rehearsals.
 
     Raises:
         OSError: the path is taken or cannot be made.
     """
-    server = Server()
+    server = Server(fault)
     server.handle(GRADE, functools.partial(grade_once, grader, sandboxes))
     await server.serve(path)
     try:

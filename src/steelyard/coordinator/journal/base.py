@@ -19,6 +19,7 @@ FaultPoint = Callable[[str], None]
 """Called at named places inside a write, so that a test can stop the process exactly there."""
 
 FAULT_POINTS = ("journal.before_append", "journal.mid_append", "journal.before_commit", "journal.after_commit")
+"""Beside these, ``event:<KIND>:before`` and ``event:<KIND>:after`` are called for each event around its commit."""
 
 _ENCODER = msgspec.json.Encoder()
 _DECODER: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)

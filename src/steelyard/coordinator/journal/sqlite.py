@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from steelyard.coordinator.events import AnyEvent
+from steelyard.coordinator.events import AnyEvent, kind_of
 from steelyard.coordinator.journal.base import (
     EMPTY_HEAD,
     FaultPoint,
@@ -70,6 +70,7 @@ class SqliteJournal:
     def _append(self, events: Sequence[AnyEvent]) -> None:
         connection = self._open()
         self._fault_point("journal.before_append")
+        self._pass_events(events, "before")
         records, head = chain(self._head, events)
         rows = [(record.number, record.payload.decode(), record.digest) for record in records]
         middle = (len(rows) + 1) // 2
@@ -87,6 +88,11 @@ class SqliteJournal:
             raise StorageFailed(f"{self._path}: {len(rows)} events could not be written: {error}") from error
         self._fault_point("journal.after_commit")
         self._head = head
+        self._pass_events(events, "after")
+
+    def _pass_events(self, events: Sequence[AnyEvent], when: str) -> None:
+        for event in events:
+            self._fault_point(f"event:{kind_of(event)}:{when}")
 
     def _replay(self) -> tuple[AnyEvent, ...]:
         connection = self._open()
