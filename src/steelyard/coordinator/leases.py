@@ -123,6 +123,8 @@ class Leases:
             failure.outcome,
             failure.reason,
             failure.detail,
+            # A worker that is told to stop has not failed: however often a run is interrupted, it uses up no budget.
+            is_counted=failure.outcome is not Outcome.CANCELLED,
             may_retry=settings.retry_after_external or not failure.made_external_call,
         )
 

@@ -249,6 +249,23 @@ def test_abandoned_attempts_do_not_use_up_budget() -> None:
     play(scene)
 
 
+def test_a_worker_that_is_told_to_stop_uses_up_no_budget() -> None:
+    async def scene(rig: RunRig) -> None:
+        for _ in range(5):
+            for lease in await rig.coordinator.lease(WORKER, 100, 0.0):
+                stopped = AttemptFailure(
+                    attempt_id=lease.attempt_id,
+                    attempt_number=lease.attempt_number,
+                    outcome=Outcome.CANCELLED,
+                    reason="worker_stopped",
+                )
+                await rig.coordinator.attempt_failed(stopped)
+        assert not any(rollout.state is RolloutState.CANCELLED for rollout in rig.coordinator.state.rollouts.values())
+        assert await rig.coordinator.lease(WORKER, 100, 0.0)
+
+    play(scene, max_attempts=1)
+
+
 def test_after_a_crash_every_lease_gets_one_full_period_and_results_are_still_accepted() -> None:
     async def scene(rig: RunRig) -> None:
         one, two = await rig.coordinator.lease(WORKER, 2, 0.0)
