@@ -22,9 +22,16 @@ class JsonLines(logging.Formatter):
         return msgspec.json.encode(row).decode()
 
 
+class _LogFile(logging.FileHandler):
+    """A log that cannot be written is not the end of the run, and no reason to fill the terminal."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the base class calls it so)
+        """Drop the record."""
+
+
 def log_to_file(path: Path, level: int = logging.INFO) -> logging.Handler:
     """Send everything that is logged to ``path``; returns the handler so that it can be closed."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(JsonLines())
     root = logging.getLogger()
     root.setLevel(level)

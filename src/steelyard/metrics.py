@@ -1,11 +1,15 @@
 """Numbers about a run: one JSON object a line, and counters that only grow."""
 
+import errno
+import os
 import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from steelyard.errors import StorageFailed
 
 
 class MetricsFile:
@@ -15,11 +19,30 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
+        self._path = path
+        try:
+            self._file = path.open("a+b", buffering=0)
+        except OSError as error:
+            raise self._refused(error) from None
 
     def write(self, at_s: float, kind: str, **values: Any) -> None:
-        """Append one row in a single write, so that a kill leaves whole lines."""
-        self._file.write(msgspec.json.encode({"at_s": round(at_s, 3), "kind": kind, **values}) + b"\n")
+        """Append one row in a single write, so that a kill leaves whole lines.
+
+        Raises:
+            StorageFailed: the disk took none or only a part of it; the file is as before.
+        """
+        line = msgspec.json.encode({"at_s": round(at_s, 3), "kind": kind, **values}) + b"\n"
+        num_bytes_before = self._file.seek(0, os.SEEK_END)
+        try:
+            num_written = self._file.write(line)
+        except OSError as error:
+            raise self._refused(error) from None
+        if num_written != len(line):
+            self._file.truncate(num_bytes_before)
+            raise self._refused(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+    def _refused(self, error: OSError) -> StorageFailed:
+        return StorageFailed(f"{self._path} must be writable, got: {error.strerror}")
 
     def close(self) -> None:
         self._file.close()
