@@ -1,5 +1,6 @@
 """Reading a published version, and proof of what stands in memory afterwards."""
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from steelyard.weights.manifest import (
 from steelyard.weights.parameters import parameter_digests, published_tensors
 
 transformers_logging.disable_progress_bar()
+
+_BUILDING = threading.Lock()
+"""``from_pretrained`` patches the process while it works; of two at once one may end with parameters without data."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +102,14 @@ def _check_equal(version: int, owner: str, expected: Compatibility, actual: Comp
 
 def _build(directory: Path, manifest: Manifest) -> torch.nn.Module:
     try:
-        module: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=getattr(torch, manifest.dtype),
-            attn_implementation="sdpa",
-            local_files_only=True,
-            use_safetensors=True,
-        )
+        with _BUILDING:
+            module: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=getattr(torch, manifest.dtype),
+                attn_implementation="sdpa",
+                local_files_only=True,
+                use_safetensors=True,
+            )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise IntegrityError(f"version {manifest.version}: {directory} must load as a decoder: {error}") from error
     with torch.no_grad():
