@@ -34,8 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return EXIT_BAD_INPUT
     command: Callable[[argparse.Namespace], int] = options.run_command
+    return exit_code(lambda: command(options))
+
+
+def exit_code(command: Callable[[], int]) -> int:
+    """The exit code of ``command``; what it raises on purpose is one line on standard error."""
     try:
-        return command(options)
+        return command()
     except InputError as error:
         return _complain(str(error), EXIT_BAD_INPUT)
     except SteelyardError as error:

@@ -12,7 +12,6 @@ The end or failure of any loop ends all; what the journal holds is then what cou
 
 import asyncio
 import tempfile
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from pathlib import Path
 from steelyard import config_file
 from steelyard.clock import Clock, SystemClock
 from steelyard.config import Config
+from steelyard.coordinator.admission import evaluating
 from steelyard.coordinator.journal.base import Journal
 from steelyard.coordinator.journal.memory import MemoryJournal
 from steelyard.coordinator.journal.sqlite import SqliteJournal
@@ -29,7 +29,7 @@ from steelyard.digests import digest_bytes
 from steelyard.environments.base import Environment
 from steelyard.environments.base import Services as EnvironmentServices
 from steelyard.environments.registry import make_environment
-from steelyard.errors import RunError
+from steelyard.errors import RemoteFailed, RunError
 from steelyard.gateway.recorder import Recorder
 from steelyard.ids import IdSource, RandomIds
 from steelyard.inference.client import EngineClient
@@ -41,7 +41,7 @@ from steelyard.run.directory import RunDirectory
 from steelyard.run.evaluation import Evaluator
 from steelyard.run.news import News
 from steelyard.run.processes import Children, stopping
-from steelyard.run.recovery import replay, starting_point
+from steelyard.run.recovery import replay, starting_point, sweep
 from steelyard.run.rollouts import RolloutSide
 from steelyard.run.stores import Stores
 from steelyard.run.training import TrainingLoop
@@ -53,6 +53,7 @@ from steelyard.trainer.client import TrainerClient
 _ENDLESS = 1 << 30
 """Tasks of an environment that names no number: more than any run draws."""
 _MAX_REPLAYS = 3
+_DEATH_NOTICE_S = 2.0
 TRAIN_SPLIT = "train"
 
 
@@ -90,6 +91,7 @@ async def run_control(context: RunContext) -> None:
     async with AsyncExitStack() as stack:
         foundation = await _lay_foundation(context, stack)
         await foundation.coordinator.abandon("the control process was started again")
+        await sweep(foundation.coordinator, context.directory, foundation.stores)
         await Control(context, foundation).run()
 
 
@@ -140,9 +142,31 @@ class Control:
         self._config = context.config
         self._base = foundation
         self._coordinator = foundation.coordinator
+        self._evaluator = Evaluator(
+            context.config,
+            foundation.coordinator,
+            foundation.environment,
+            foundation.stores,
+            foundation.clock,
+            context.news.row,
+        )
 
     async def run(self) -> None:
-        """Start the children, work until training and evaluation are done."""
+        """Start the children, work until training and evaluation are done.
+
+        Raises:
+            ProcessDied: a child ended; carries the end of its log.
+        """
+        try:
+            await self._run()
+        except RemoteFailed:
+            # The connection of a dying process ends just before its death is known, which says more.
+            death = await self._base.children.find_death(_DEATH_NOTICE_S)
+            if death is None:
+                raise
+            raise death from None
+
+    async def _run(self) -> None:
         context, base = self._context, self._base
         context.news.stage(StageName.START)
         async with RolloutSide(context.config, base.environment, base.children, context.news) as rollouts:
@@ -171,9 +195,8 @@ class Control:
         return trainer.result(), dict(zip(names, (task.result() for task in replicas), strict=True))
 
     def _model_dir(self) -> Path:
-        """Version 0 of the run once there is one: the cache may have moved on."""
-        first = self._context.directory.version(0)
-        return first if (first / "manifest.json").is_file() else self._context.policy_dir
+        """A version of the run once there is one: the cache may have moved on."""
+        return self._context.directory.first_version() or self._context.policy_dir
 
     def _keeper(self, trainer: TrainerClient, router: Router) -> VersionKeeper:
         deadline_s = self._config.weights.load_deadline_s
@@ -198,16 +221,20 @@ class Control:
         raise RunError(f"{_MAX_REPLAYS} replays from the same checkpoint gave different weights each time")
 
     async def _bring_weights_up(self, trainer: TrainerClient, versions: VersionKeeper) -> None:
-        """Publish version 0 if nothing is published yet; load the newest version."""
+        """Publish version 0 if nothing is published yet; load the newest version, and what is being evaluated."""
         state = await trainer.state()
         if self._coordinator.version_at_step(0) is None:
             await versions.publish(0, None)
-            if self._config.eval.before:
-                await self._coordinator.pin(0, EvaluationLabel.BEFORE)
+        if self._evaluator.is_missing(EvaluationLabel.BEFORE):
+            # Not only after the publication: a crash may come between the two.
+            await self._coordinator.pin(0, EvaluationLabel.BEFORE)
         newest = self._coordinator.version_at_step(state.step)
         if newest is None:
             raise RunError(f"the journal must know the version after {state.step} steps, it does not")
         await versions.load(newest.version)
+        # READY says what replicas held before a crash; attempts of an evaluation would find theirs missing.
+        for version in sorted(evaluating(self._coordinator.state) - {newest.version}):
+            await versions.load(version)
 
     async def _work(self, trainer: TrainerClient, versions: VersionKeeper) -> None:
         """Train, evaluate, finish."""
@@ -224,22 +251,18 @@ class Control:
 
     async def _evaluate(self, versions: VersionKeeper) -> None:
         """Version 0, then the last one. The training data are all in: the devices are free for it."""
-        config, base = self._config, self._base
-        last = self._coordinator.version_at_step(config.train.max_steps)
-        wanted: Mapping[EvaluationLabel, int | None] = {
-            EvaluationLabel.BEFORE: 0 if config.eval.before else None,
-            EvaluationLabel.AFTER: last.version if config.eval.after and last is not None else None,
-        }
-        if not config.eval.num_tasks:
-            return
-        evaluator = Evaluator(
-            config, self._coordinator, base.environment, base.stores, base.clock, self._context.news.row
-        )
-        for label, version in wanted.items():
-            if version is None:
+        last = self._coordinator.version_at_step(self._config.train.max_steps)
+        if last is None:
+            raise RunError(f"the journal must know the version after {self._config.train.max_steps} steps, it does not")
+        for label, version in ((EvaluationLabel.BEFORE, 0), (EvaluationLabel.AFTER, last.version)):
+            if not self._evaluator.is_planned(label):
                 continue
             self._context.news.stage(StageName.EVALUATE, f"version {version}")
+            if not self._evaluator.is_missing(label):
+                # Sampled before a crash; the version may be deleted by now.
+                await self._evaluator.report(label)
+                continue
             with self._coordinator.reading(version):
                 await versions.load(version)
-                await evaluator.evaluate(label, version)
+                await self._evaluator.evaluate(label, version)
         await self._coordinator.unpin(0, EvaluationLabel.BEFORE)

@@ -19,6 +19,8 @@ from typing import Self
 from steelyard.errors import RunDirectoryError, StorageFailed
 
 _RUNS = Path("runs")
+_LEFT_BY_A_CRASH = {"run.lock", "config.tmp"}
+"""All that can be in the directory of a run that died before it had a configuration."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,14 @@ class RunDirectory:
         """Directory of a policy version."""
         return self.weights / f"v{version:06d}"
 
+    def first_version(self) -> Path | None:
+        """The oldest version that is stored; None before the first publication.
+
+        That is version 0 as long as no checkpoint takes its place, and config, tokenizer and template are the same
+        in all.
+        """
+        return min((path.parent for path in self.weights.glob("v*/manifest.json")), default=None)
+
     def make_folders(self) -> None:
         """Make the folders that are missing.
 
@@ -105,7 +115,7 @@ def new_directory(name: str, wanted: str | None) -> RunDirectory:
             return _next_numbered(name)
         path = Path(wanted).absolute()
         path.mkdir(parents=True, exist_ok=True)
-        if any(path.iterdir()):
+        if {entry.name for entry in path.iterdir()} - _LEFT_BY_A_CRASH:
             hint = (
                 f"; to go on with it, type: steelyard train --resume {wanted}"
                 if (path / "config.yaml").exists()
@@ -144,7 +154,10 @@ class RunLock:
         Raises:
             RunDirectoryError: another process holds it; names its pid.
         """
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise StorageFailed(f"{self._path} must be writable, got: {error.strerror}") from None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

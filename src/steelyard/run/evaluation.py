@@ -77,6 +77,19 @@ class Evaluator:
         self._clock = clock
         self._on_row = on_row
 
+    def is_planned(self, label: EvaluationLabel) -> bool:
+        """Whether the configuration asks for it."""
+        wanted = self._config.eval.before if label is EvaluationLabel.BEFORE else self._config.eval.after
+        return wanted and any(planned_series(self._config, label))
+
+    def is_missing(self, label: EvaluationLabel) -> bool:
+        """Whether it is planned and not all sampled yet, so that its version is needed."""
+        known = self._coordinator.state.evaluations
+        return self.is_planned(label) and any(
+            one.name not in known or self._coordinator.evaluation_progress(one.name) != (one.num_tasks, one.num_tasks)
+            for one in planned_series(self._config, label)
+        )
+
     async def evaluate(self, label: EvaluationLabel, version: int) -> None:
         """Run all series of a READY version side by side. After a crash only what is missing is sampled.
 
@@ -89,7 +102,15 @@ class Evaluator:
             await self._coordinator.admit_evaluation(
                 task_ids, version=version, sampling=self._sampling(one.mode), label=one.name
             )
-        for one in series:
+        await self.report(label)
+
+    async def report(self, label: EvaluationLabel) -> None:
+        """Wait for all series of a label, which are admitted, and give out their rows.
+
+        Raises:
+            DeadlineExceeded: names the missing rollouts.
+        """
+        for one in planned_series(self._config, label):
             results = await self._coordinator.evaluation_results(one.name, _DEADLINE_S)
             self._on_row(await self._row(one, results))
 

@@ -1,19 +1,24 @@
 """Starting and resuming a run from the command line: directory, lock, log, display, policy, control, report."""
 
 import asyncio
+import contextlib
 import os
 import platform
 import sys
 import tempfile
+from collections import deque
 from pathlib import Path
 from typing import TextIO
 
 from steelyard import config_file
 from steelyard.clock import SystemClock
 from steelyard.config import Config
+from steelyard.coordinator.events import RunFinished
+from steelyard.coordinator.journal.base import decode
+from steelyard.coordinator.journal.sqlite import SqliteJournalReader
 from steelyard.environments.base import Services
 from steelyard.environments.registry import make_environment
-from steelyard.errors import RunDirectoryError, SteelyardError, StorageFailed
+from steelyard.errors import SteelyardError, StorageFailed
 from steelyard.log import log_to_file
 from steelyard.metrics import MetricsFile
 from steelyard.observe.display import make_display
@@ -72,39 +77,56 @@ def resume(path: str, *, cache_dir: Path, fault: FaultPlan | None = None) -> int
     directory = existing_directory(path)
     with RunLock(directory):
         config = config_file.load(directory.config)
+        if is_finished(directory):
+            _say(sys.stdout, f"{shown(directory)} is finished: there is nothing to go on with")
+            return 0
         return _carry_through(config, directory, cache_dir, fault)
 
 
+def is_finished(directory: RunDirectory) -> bool:
+    """Whether the last event of the run's journal is RUN_FINISHED.
+
+    Raises:
+        IntegrityError: the file is no journal.
+    """
+    if not directory.journal.is_file():
+        return False
+    last = deque(SqliteJournalReader(directory.journal).records(), maxlen=1)
+    return bool(last) and isinstance(decode(last[0].payload), RunFinished)
+
+
 def _carry_through(config: Config, directory: RunDirectory, cache_dir: Path, fault: FaultPlan | None) -> int:
-    handler = log_to_file(directory.log)
+    """Run to the end; whatever ends it before, the user is told how to go on."""
+    try:
+        _run_with_news(config, directory, cache_dir, fault)
+    except KeyboardInterrupt:
+        _say(sys.stderr, f"interrupted; to go on, type: steelyard train --resume {shown(directory)}")
+        raise
+    except (SteelyardError, OSError) as error:
+        _say(sys.stderr, f"to go on once that is mended, type: steelyard train --resume {shown(directory)}")
+        if isinstance(error, OSError):
+            raise StorageFailed(str(error)) from error
+        raise
+    _say(sys.stdout, f"run directory: {shown(directory)}")
+    if config.observe.report:
+        _say(sys.stdout, f"report: {shown(directory)}/report.html")
+    return 0
+
+
+def _run_with_news(config: Config, directory: RunDirectory, cache_dir: Path, fault: FaultPlan | None) -> None:
     clock = SystemClock()
     plan = RunPlan(run_name=directory.path.name, max_steps=config.train.max_steps, num_evaluations=num_planned(config))
-    display = make_display(config.observe.display, sys.stdout, clock, plan)
-    metrics = MetricsFile(directory.metrics)
-    news = News(metrics, display, clock)
-    try:
+    with (
+        contextlib.closing(log_to_file(directory.log)),
+        contextlib.closing(MetricsFile(directory.metrics)) as metrics,
+        contextlib.closing(make_display(config.observe.display, sys.stdout, clock, plan)) as display,
+    ):
+        news = News(metrics, display, clock)
         asyncio.run(_run(config, directory, cache_dir, news, fault))
         if config.observe.report:
             news.stage(StageName.REPORT)
             make_report(config, directory, clock.now_s())
         news.stage(StageName.DONE)
-    except KeyboardInterrupt:
-        display.close()
-        _say(sys.stderr, f"interrupted; to go on, type: steelyard train --resume {shown(directory)}")
-        raise
-    except SteelyardError as error:
-        display.close()
-        if not isinstance(error, RunDirectoryError):
-            _say(sys.stderr, f"to go on once that is mended, type: steelyard train --resume {shown(directory)}")
-        raise
-    finally:
-        display.close()
-        metrics.close()
-        handler.close()
-    _say(sys.stdout, f"run directory: {shown(directory)}")
-    if config.observe.report:
-        _say(sys.stdout, f"report: {shown(directory)}/report.html")
-    return 0
 
 
 async def _run(config: Config, directory: RunDirectory, cache_dir: Path, news: News, fault: FaultPlan | None) -> None:
@@ -119,9 +141,9 @@ async def _run(config: Config, directory: RunDirectory, cache_dir: Path, news: N
 
 
 async def _policy_dir(config: Config, directory: RunDirectory, cache_dir: Path, news: News) -> Path:
-    """The starting policy; a run that has published version 0 does not need it any more."""
-    if (directory.version(0) / "manifest.json").is_file():
-        return directory.version(0)
+    """The starting policy; a run that has published a version does not need it any more."""
+    if (first := directory.first_version()) is not None:
+        return first
     news.stage(StageName.PREPARE_POLICY)
 
     def on_progress(progress: WarmUpProgress) -> None:

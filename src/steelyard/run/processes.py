@@ -10,6 +10,7 @@ from typing import TypedDict
 
 from steelyard.clock import Clock
 from steelyard.config import Config
+from steelyard.errors import ProcessDied
 from steelyard.inference.client import ClientDeadlines, EngineClient
 from steelyard.processes.channel import Client
 from steelyard.processes.child import ChildProcess
@@ -147,6 +148,17 @@ class Children:
             for task in watches:
                 task.cancel()
             await asyncio.gather(*watches, return_exceptions=True)
+
+    async def find_death(self, within_s: float) -> ProcessDied | None:
+        """The death of a child that ended by itself, or does so within ``within_s`` seconds."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self.watch()
+        except ProcessDied as death:
+            return death
+        except TimeoutError:
+            return None
+        return None
 
     async def stop(self) -> None:
         """End all children, at once."""

@@ -1,10 +1,13 @@
 """Going on after a crash: which state the trainer starts from, and the replay of steps that no checkpoint covers."""
 
+import asyncio
 import logging
 from typing import NamedTuple
 
 from steelyard.coordinator.records import PendingStep
 from steelyard.coordinator.service import Coordinator
+from steelyard.coordinator.transitions import VersionState
+from steelyard.durable import remove_directory, storage_errors
 from steelyard.run.directory import RunDirectory
 from steelyard.run.stores import Stores
 from steelyard.run.versions import VersionKeeper
@@ -30,6 +33,33 @@ def starting_point(coordinator: Coordinator, directory: RunDirectory) -> Startin
     step = checkpoints[-1]
     digest = coordinator.state.checkpoint_digests.get(step)
     return StartingPoint(step, str(directory.checkpoints / f"step-{step:06d}"), digest)
+
+
+async def sweep(coordinator: Coordinator, directory: RunDirectory, stores: Stores) -> None:
+    """Remove what a crash left between a write and its event, or between an event and a removal.
+
+    What is on disk without its event did not happen; a replay writes it again, and need not come out alike. Version 0
+    is the starting policy itself, which comes out alike, and may by now be the only copy.
+
+    Raises:
+        StorageFailed: the disk refuses.
+    """
+    state = coordinator.state
+    strays = [
+        number
+        for number in stores.versions.versions()
+        if number and (number not in state.versions or state.versions[number].state is VersionState.DELETED)
+    ]
+    await asyncio.to_thread(stores.versions.delete, strays)
+    last = state.checkpoints[-1] if state.checkpoints else 0
+    for path in sorted(directory.checkpoints.glob("step-*")):
+        if int(path.name.removeprefix("step-")) > last:
+            logger.info("removing %s, which the journal does not know", path.name)
+            with storage_errors(f"the removal of checkpoint {path.name}"):
+                await asyncio.to_thread(remove_directory, path)
+    for step in await stores.batches.steps():
+        if step not in state.kept_batches:
+            await stores.batches.delete(step)
 
 
 class Diverged(NamedTuple):

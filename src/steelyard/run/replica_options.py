@@ -12,4 +12,3 @@ class ReplicaOptions(ChildOptions, frozen=True, kw_only=True):
     prefill_chunk_tokens: int
     max_versions: int
     probe_tolerance: float
-    num_threads: int = 1

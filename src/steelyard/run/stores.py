@@ -33,6 +33,11 @@ class BatchStore:
         await self._writer.write(self.path(step), data)
         return self.path(step)
 
+    async def steps(self) -> tuple[int, ...]:
+        """The steps whose batch is stored, ascending."""
+        paths = await self._writer.call(lambda: sorted(self._root.glob(f"step-*{_BATCH_SUFFIX}")))
+        return tuple(int(path.name.removeprefix("step-").removesuffix(_BATCH_SUFFIX)) for path in paths)
+
     async def delete(self, step: int) -> None:
         """Remove a batch; one that is gone is no error."""
         await self._writer.call(lambda: self.path(step).unlink(missing_ok=True))

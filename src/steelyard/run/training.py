@@ -89,6 +89,7 @@ class TrainingLoop:
 
     async def run(self) -> None:
         """Train until ``train.max_steps`` steps are done; all of them are covered by a checkpoint then."""
+        await self._make_up_checkpoint()
         for step in range(self._coordinator.state.next_step, self._config.train.max_steps):
             await self._take_step(step)
 
@@ -134,6 +135,19 @@ class TrainingLoop:
         """Make the state before ``step`` durable, then forget batches that every kept checkpoint covers."""
         report = await self._trainer.checkpoint(CheckpointRequest(step=step))
         await self._coordinator.checkpointed(step, report.digest)
+        await self._forget_covered()
+
+    async def _make_up_checkpoint(self) -> None:
+        """A crash may have come between a step and its checkpoint; the steps are replayed by now."""
+        checkpoints, next_step = self._coordinator.state.checkpoints, self._coordinator.state.next_step
+        num_uncovered = next_step - (checkpoints[-1] if checkpoints else 0)
+        is_last = next_step == self._config.train.max_steps
+        if num_uncovered >= self._config.train.checkpoint_every or (is_last and num_uncovered):
+            await self.checkpoint(next_step)
+        else:
+            await self._forget_covered()
+
+    async def _forget_covered(self) -> None:
         for covered in await self._coordinator.deletable_batches():
             await self._coordinator.batch_deleted(covered)
             await self._stores.batches.delete(covered)

@@ -17,6 +17,7 @@ from steelyard.coordinator.service import Coordinator
 from steelyard.coordinator.transitions import VersionState
 from steelyard.errors import DeadlineExceeded, EngineError
 from steelyard.inference.engine import Engine
+from steelyard.processes.supervision import end_all, task_group
 from steelyard.trainer.client import TrainerClient
 from steelyard.trainer.records import PublishRequest
 from steelyard.types import LoadProof, Manifest
@@ -47,6 +48,8 @@ class VersionKeeper:
         self._store = store
         self._load_deadline_s = load_deadline_s
         self._held: set[int] = set()
+        # A load may find its version RELEASED still: what is let go of must not be looked up before it is READY.
+        self._moving = asyncio.Lock()
         self._to_load: asyncio.Queue[int] = asyncio.Queue()
         self._changed = asyncio.Event()
         self.load_s: dict[int, float] = {}
@@ -72,30 +75,38 @@ class VersionKeeper:
         self._to_load.put_nowait(version)
 
     async def load(self, version: int) -> None:
-        """Load a version on every replica and declare it READY.
+        """Load a version on every replica and declare it READY. One at a time, and while none is let go of.
 
         Raises:
             IntegrityError: a replica does not hold what was published.
             DeadlineExceeded: names the replicas that did not finish.
         """
-        await self.tidy()
+        async with self._moving:
+            await self._load(version)
+        self._changed.set()
+
+    async def _load(self, version: int) -> None:
         with self._coordinator.reading(version):
+            await self._let_go()
             self._held.add(version)
             proofs = await self._load_everywhere(version)
             for proof in proofs:
                 await self._coordinator.loaded(proof)
             await self._coordinator.ready(version)
         self.load_s[version] = max(proof.loaded_in_s for proof in proofs)
-        self._changed.set()
 
     async def run(self) -> None:
         """Load what is published and let go of what is released, for ever."""
-        async with asyncio.TaskGroup() as group:
+        async with task_group() as group:
             group.create_task(self._load_queued(), name="load versions")
             group.create_task(self._tidy_on_change(), name="release versions")
 
     async def tidy(self) -> None:
         """Unload what is released, delete what nobody needs."""
+        async with self._moving:
+            await self._let_go()
+
+    async def _let_go(self) -> None:
         for version in sorted(self._held):
             known = self._coordinator.version(version)
             if known is not None and known.state in _GONE:
@@ -128,9 +139,7 @@ class VersionKeeper:
                 names = tuple(loads[task] for task in late)
                 raise DeadlineExceeded(f"version {version} to load", names, self._load_deadline_s)
         finally:
-            for task in loads:
-                task.cancel()
-            await asyncio.gather(*loads, return_exceptions=True)
+            await end_all(loads)
         return [task.result() for task in loads]
 
     async def _unload(self, version: int) -> None:

@@ -28,6 +28,12 @@ def test_a_directory_with_other_files_in_it_is_refused(tmp_path: Path) -> None:
         new_directory("demo", str(tmp_path))
 
 
+def test_a_directory_whose_run_died_before_it_had_a_configuration_is_as_good_as_empty(tmp_path: Path) -> None:
+    (tmp_path / "run.lock").write_text("123\n")
+    (tmp_path / "config.tmp").write_text("run:")
+    assert new_directory("demo", str(tmp_path)).path == tmp_path
+
+
 def test_what_is_no_run_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="does not exist"):
         existing_directory(str(tmp_path / "absent"))
