@@ -1,0 +1,103 @@
+"""Rehearsals of crashes: whole runs in real processes that die where a plan says, and what they leave behind.
+
+``python -m steelyard.testing.rehearsal [--resume] CONFIG_OR_RUN CACHE_DIR [FAULT]`` starts or resumes a run as the
+command line does, with a :class:`~steelyard.processes.faults.FaultPlan` as JSON.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from steelyard import config_file
+from steelyard.cli.main import exit_code
+from steelyard.processes.faults import FaultPlan
+from steelyard.run import launch
+
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.02
+
+
+def main() -> int:
+    """Start or resume one run; returns the exit code of the command line."""
+    parser = argparse.ArgumentParser(prog="rehearsal")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("path")
+    parser.add_argument("cache_dir", type=Path)
+    parser.add_argument("fault", nargs="?")
+    options = parser.parse_args()
+    fault = msgspec.json.decode(options.fault, type=FaultPlan) if options.fault else None
+
+    def run() -> int:
+        if options.resume:
+            return launch.resume(options.path, cache_dir=options.cache_dir, fault=fault)
+        return launch.start(config_file.load(Path(options.path)), cache_dir=options.cache_dir, fault=fault)
+
+    return exit_code(run)
+
+
+def rehearse(
+    path: Path, cache_dir: Path, fault: FaultPlan | None, *, is_resume: bool, deadline_s: float
+) -> "subprocess.CompletedProcess[str]":
+    """Start the run configured in ``path``, or resume the one in the directory ``path``, and wait for its end.
+
+    Raises:
+        subprocess.TimeoutExpired: it had not ended after ``deadline_s`` seconds.
+    """
+    command = [sys.executable, "-m", "steelyard.testing.rehearsal"]
+    command += ["--resume"] * is_resume + [str(path), str(cache_dir)]
+    command += [msgspec.json.encode(fault).decode()] if fault is not None else []
+    return subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
+
+
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Descendants that lose their parent become children of this process, so that none goes unseen. Linux."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def left_running(deadline_s: float) -> list[str]:
+    """Command lines of all descendants of this process that have not ended ``deadline_s`` seconds from now."""
+    ends_at_s = time.monotonic() + deadline_s
+    while alive := _descendants():
+        if time.monotonic() > ends_at_s:
+            return [" ".join(_command_line(process)) for process in alive]
+        # The end of a stranger cannot be awaited; the pause bounds the polling, nothing is ordered by it.
+        time.sleep(_POLL_S)
+    return []
+
+
+def _descendants() -> list[psutil.Process]:
+    alive = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+            elif process.ppid() == os.getpid():
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(process.pid, os.WNOHANG)
+    return alive
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return [str(process.pid)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
