@@ -19,7 +19,7 @@ INVARIANTS = {
     "unique_ids": "No id of a group, rollout or attempt and no version number is ever used twice.",
     "step_once": "On the surviving lineage each optimizer step was computed once, without a gap.",
     "parent_chain": "Each version is one step after its parent, and each step was computed at the surviving version.",
-    "weights_stored": "Each kept version's files hash to its manifest, and the manifest is the one that was published.",
+    "weights_stored": "Each kept version's files and parameters hash to its manifest, the one that was published.",
     "load_proofs": "Each load showed in memory exactly the published weights, and no version was READY without one.",
     "checkpoints_stored": "The last checkpoint is stored, and each stored one has the digest that was journalled.",
     "traces_stored": "The trace of each attempt that reported one is stored with the digest and counts of its sealing.",

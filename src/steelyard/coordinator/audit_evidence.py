@@ -64,10 +64,14 @@ class ArtifactReader(Protocol):
 
 
 class StoredVersion(Record, frozen=True, kw_only=True):
-    """A version as stored now: its manifest, and its files hashed anew."""
+    """A version as stored now: its manifest, its files hashed anew, and the digest of the parameters in those files.
+
+    ``weights_digest`` is None where a store can read no parameters; the files of a run directory always can.
+    """
 
     manifest: Manifest
     files: tuple[FileDigest, ...]
+    weights_digest: str | None = None
 
 
 class WeightsReader(Protocol):

@@ -34,6 +34,9 @@ def _check_stored(number: int, published: VersionPublished, stored: StoredVersio
     wanted = (number, published.step, published.parent_version, published.weights_digest)
     message = f"the manifest of version {number} must say (version, step, parent, weights) {wanted}, says {found}"
     findings.check("weights_stored", found == wanted, message)
+    inside = stored.weights_digest
+    message = f"the files of version {number} must hold weights {published.weights_digest}, hold {inside}"
+    findings.check("weights_stored", inside in (None, published.weights_digest), message)
     compatible = (manifest.model_config_digest, manifest.tokenizer_digest, manifest.template_digest)
     expected = (published.model_config_digest, published.tokenizer_digest, published.template_digest)
     message = f"version {number}: config, tokenizer and template must have digests {expected}, have {compatible}"

@@ -16,7 +16,8 @@ from steelyard.run.directory import RunDirectory
 from steelyard.traces.ledger import read_ledger
 from steelyard.traces.sealed import SealedTraces
 from steelyard.types import FileDigest, Score, StepBatch, Trace
-from steelyard.weights.manifest import file_digest, read_manifest
+from steelyard.weights.manifest import file_digest, read_manifest, weights_digest
+from steelyard.weights.stored import stored_parameters
 
 _CHECKPOINT_MANIFEST = "checkpoint.json"
 
@@ -93,7 +94,7 @@ class _Weights:
             files = tuple(file_digest(path / file.name) for file in manifest.files)
         except OSError as error:
             raise IntegrityError(f"version {version} must hold the files of its manifest: {error}") from error
-        return StoredVersion(manifest=manifest, files=files)
+        return StoredVersion(manifest=manifest, files=files, weights_digest=weights_digest(stored_parameters(path)))
 
 
 class _Checkpoints:
