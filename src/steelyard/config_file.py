@@ -75,12 +75,20 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise InputError(f"the configuration file {path} must be YAML, got: {error}") from None
+        raise InputError(f"the configuration file {path} must be YAML, got: {_on_one_line(error)}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
         raise InputError(f"the configuration file {path} must be a mapping of keys, got a {type(tree).__name__}")
     return tree
+
+
+def _on_one_line(error: yaml.YAMLError) -> str:
+    """What is wrong and where; the parser's own message also draws it."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    mark = error.problem_mark
+    return f"{error.problem} in line {mark.line + 1}, column {mark.column + 1}"
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

@@ -8,6 +8,8 @@ import argparse
 import contextlib
 import ctypes
 import os
+import resource
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +23,7 @@ from steelyard import config_file
 from steelyard.cli.main import exit_code
 from steelyard.processes.faults import FaultPlan
 from steelyard.run import launch
+from steelyard.testing.small_runs import environment
 
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.02
@@ -56,6 +59,62 @@ def rehearse(
     command += ["--resume"] * is_resume + [str(path), str(cache_dir)]
     command += [msgspec.json.encode(fault).decode()] if fault is not None else []
     return subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
+
+
+class Foreground:
+    """A command in a process group of its own, as a shell starts it; its standard error goes to a file.
+
+    Args:
+        max_file_bytes: no process of it can write a longer file; None sets no limit.
+    """
+
+    def __init__(self, command: list[str], stderr: Path, *, max_file_bytes: int | None = None) -> None:
+        self._stderr = stderr
+        with stderr.open("wb") as errors:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True,
+                start_new_session=True, env=environment(),
+            )  # fmt: skip
+        if max_file_bytes is not None:
+            resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is also that of its group."""
+        return self._process.pid
+
+    @property
+    def stderr(self) -> str:
+        """What it wrote to standard error so far."""
+        return self._stderr.read_text(encoding="utf-8")
+
+    def wait_for(self, text: str) -> None:
+        """Read its output up to a line with ``text``. Bounded by the deadline of the test.
+
+        Raises:
+            AssertionError: it ended before.
+        """
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if text in line:
+                return
+        raise AssertionError(f"{text!r} was never said; {self.stderr}")
+
+    def interrupt(self, *, is_whole_group: bool) -> None:
+        """SIGINT, as of Ctrl-C: to the process alone, or to all that share the terminal."""
+        if is_whole_group:
+            os.killpg(self.pid, signal.SIGINT)
+        else:
+            os.kill(self.pid, signal.SIGINT)
+
+    def wait(self, deadline_s: float) -> int:
+        """Its exit code; what it still says is dropped.
+
+        Raises:
+            subprocess.TimeoutExpired: it does not end.
+        """
+        self._process.communicate(timeout=deadline_s)
+        return self._process.returncode
 
 
 @contextlib.contextmanager
