@@ -47,6 +47,8 @@ class CommitQueue:
         self._committed = Signal()
         self._failure: BaseException | None = None
         self._task = asyncio.create_task(self._run(), name="journal-commits")
+        # Its error goes to ``on_failure`` and to all who wait; nobody awaits the task itself.
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def add(self, event: AnyEvent) -> None:
         """Put one event in line. Raises the journal's error once it has failed."""

@@ -1,5 +1,6 @@
 """What the parts of the coordinator share: the state, the way to record an event, and the ways to wait and to fail."""
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
@@ -16,6 +17,8 @@ from steelyard.coordinator.waiting import Signal, Sleep, wait_first
 from steelyard.errors import Refused
 from steelyard.ids import IdSource
 from steelyard.metrics import Counters
+
+logger = logging.getLogger(__name__)
 
 _MAX_DETAIL_CHARS = 2000
 
@@ -120,6 +123,7 @@ class Core:
         """End every wait and refuse every later call with ``error``. The first error stays."""
         if self._failure is None:
             self._failure = error
+            logger.error("the run has failed: %s", error)
             for signal in (self.work, self.scores, self.progress, self.timers):
                 signal.notify()
 
@@ -131,6 +135,7 @@ class Core:
     def refuse(self, reason: str, detail: str) -> Refused:
         """Count a refusal and return it, to be raised."""
         self.counters.add(f"refused.{reason}")
+        logger.info("refused (%s): %s", reason, detail)
         return Refused(reason, detail)
 
     def attempt(self, attempt_id: str, attempt_number: int | None = None) -> Rollout:

@@ -1,5 +1,6 @@
 """Groups as a whole: admitted, closed, replaced, dropped."""
 
+import logging
 from typing import Protocol
 
 from steelyard.coordinator import admission
@@ -9,6 +10,8 @@ from steelyard.coordinator.entities import Group
 from steelyard.coordinator.transitions import HELD, TERMINAL
 from steelyard.errors import RunError
 from steelyard.types import Purpose, TaskRef
+
+logger = logging.getLogger(__name__)
 
 
 class TaskStream(Protocol):
@@ -84,6 +87,7 @@ class Groups:
     def _after_drop(self, event: e.GroupDropped) -> None:
         core = self._core
         core.counters.add(f"dropped.{event.reason.value}")
+        logger.info("group %s is dropped: %s", event.group_id, event.reason)
         if admission.exceeds_drop_frac(core.state, core.settings):
             dropped = {str(reason): count for reason, count in core.state.prompts.dropped.items()}
             limit = core.settings.max_drop_frac

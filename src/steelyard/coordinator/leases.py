@@ -1,6 +1,7 @@
 """Leases of attempts: granted, renewed, expired, ended. An attempt is a fencing token; an ended one is refused."""
 
 import heapq
+import logging
 from dataclasses import dataclass
 
 import msgspec
@@ -14,6 +15,8 @@ from steelyard.coordinator.groups import Groups
 from steelyard.coordinator.transitions import HELD, RolloutState, VersionState
 from steelyard.digests import digest_bytes
 from steelyard.types import ArtifactReport, AttemptFailure, Lease, Outcome, Sampling
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(order=True, frozen=True, slots=True)
@@ -154,6 +157,7 @@ class Leases:
         )
         self._core.record(event)
         self._core.counters.add(f"attempt_failed.{event.reason}")
+        logger.warning("attempt %s of %s failed: %s", attempt_id, rollout.rollout_id, event.reason)
         self._go_on(rollout, may_retry)
 
     def abandon(self, reason: str) -> int:
@@ -253,6 +257,7 @@ class Leases:
         lost_tokens = self._core.open_traces.discard(attempt_id)
         self._core.record(e.LeaseExpired(at_s=self._core.now_s(), attempt_id=attempt_id, lost_tokens=lost_tokens))
         self._core.counters.add("lease_expired")
+        logger.warning("the lease of attempt %s by worker %s has expired", attempt_id, rollout.worker_id)
         self._go_on(rollout, may_retry=True)
 
     def _go_on(self, rollout: Rollout, may_retry: bool) -> None:

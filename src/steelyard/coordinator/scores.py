@@ -1,6 +1,7 @@
 """Scoring jobs: sealed artifacts offered to scorers, fenced by job id, scored again where a grader fails."""
 
 import heapq
+import logging
 from collections import deque
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from steelyard.coordinator.leases import Leases
 from steelyard.coordinator.records import is_finite
 from steelyard.coordinator.transitions import RolloutState
 from steelyard.types import Outcome, Score, ScoreJob
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,7 @@ class Scoring:
             )
         )
         core.counters.add(f"grader_failed.{reason}")
+        logger.warning("grading job %s of attempt %s failed: %s", job.job_id, job.attempt_id, reason)
         event = admission.after_grader_failure(core.settings, rollout, core.now_s())
         if event is not None:
             core.record(event)
