@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from steelyard.coordinator import events as e
 from steelyard.coordinator.journal.base import decode
 from steelyard.coordinator.journal.sqlite import SqliteJournalReader
-from steelyard.errors import InputError
+from steelyard.errors import InputError, IntegrityError
 from steelyard.gateway.codec import TokenCodec
 from steelyard.run.directory import RunDirectory
 from steelyard.traces.export import show_trace
@@ -44,7 +44,7 @@ def show_rollout(directory: RunDirectory, wanted: str, *, with_tokens: bool) -> 
 
     Raises:
         InputError: the run has no such rollout.
-        IntegrityError: its trace is stored but damaged.
+        IntegrityError: its trace is damaged, or no policy version is stored.
     """
     rollouts = _read(directory)
     found = rollouts.get(wanted) or next((r for r in rollouts.values() if wanted in r.attempt_ids), None)
@@ -52,7 +52,7 @@ def show_rollout(directory: RunDirectory, wanted: str, *, with_tokens: bool) -> 
         raise InputError(f"ROLLOUT must be the id of a rollout or attempt of {directory.path.name}, got {wanted}")
     lines = [f"rollout {found.rollout_id} of task {found.task_id} ({found.purpose}): {_verdict(found)}"]
     store = SealedTraces(directory.traces)
-    codec = TokenCodec.load(directory.version(0)) if directory.version(0).is_dir() else None
+    codec = _codec(directory)
     for number, (attempt_id, fate) in enumerate(zip(found.attempt_ids, found.fates, strict=True), start=1):
         if wanted not in (found.rollout_id, attempt_id):
             continue
@@ -60,10 +60,18 @@ def show_rollout(directory: RunDirectory, wanted: str, *, with_tokens: bool) -> 
         score = found.scores.get(attempt_id)
         if score is not None:
             lines.append(f"score {score.value} by {score.verifier_version}: {score.detail}")
-        if store.is_sealed(attempt_id) and codec is not None:
+        if store.is_sealed(attempt_id):
             trace, digest = store.read_now(attempt_id)
             lines.append(show_trace(trace, digest, codec.decode, with_tokens=with_tokens))
     return "\n".join(lines) + "\n"
+
+
+def _codec(directory: RunDirectory) -> TokenCodec:
+    """The tokenizer of any version that is still stored: all versions of a run have the same."""
+    stored = sorted(directory.weights.glob("v*/manifest.json"))
+    if not stored:
+        raise IntegrityError(f"{directory.weights} must hold a policy version, whose tokenizer is needed, got none")
+    return TokenCodec.load(stored[-1].parent)
 
 
 def _verdict(rollout: _Rollout) -> str:
