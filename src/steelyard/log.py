@@ -1,5 +1,6 @@
 """Logging: one JSON object a line into ``log.jsonl``. Ids, never payloads or keys."""
 
+import contextlib
 import logging
 from pathlib import Path
 
@@ -27,6 +28,11 @@ class _LogFile(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the base class calls it so)
         """Drop the record."""
+
+    def close(self) -> None:
+        """Close the file; what it could not take is dropped."""
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 def log_to_file(path: Path, level: int = logging.INFO) -> logging.Handler:

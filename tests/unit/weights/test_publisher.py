@@ -3,6 +3,8 @@
 import errno
 import json
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -244,3 +246,19 @@ def test_a_malformed_manifest_is_refused(tmp_path: Path) -> None:
     (tmp_path / MANIFEST_NAME).write_bytes(b"{}")
     with pytest.raises(IntegrityError, match=r"manifest\.json must be a manifest"):
         read_manifest(tmp_path)
+
+
+def test_versions_that_are_loaded_at_the_same_moment_are_all_whole(
+    tmp_path: Path, model_dir: Path, module: torch.nn.Module
+) -> None:
+    manifest = publisher(tmp_path, model_dir).publish(module, version=0, step=0, parent_version=None)
+    loader = VersionLoader()
+    num_threads = 4
+    start = threading.Barrier(num_threads)
+
+    def load(_: int) -> set[str]:
+        start.wait(timeout=30)
+        return {loader.loaded_digest(loader.load(tmp_path / "v000000").module) for _ in range(3)}
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        assert set().union(*threads.map(load, range(num_threads))) == {manifest.weights_digest}
