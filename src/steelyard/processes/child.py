@@ -20,6 +20,14 @@ from steelyard.processes.channel import Client
 
 _PR_SET_PDEATHSIG = 1
 _LOG_TAIL_BYTES = 4096
+_KEEP_FREED_MEMORY = ":".join(
+    (
+        "glibc.malloc.mmap_threshold=33554432",
+        "glibc.malloc.trim_threshold=4294967296",
+        "glibc.malloc.top_pad=67108864",
+        "glibc.malloc.hugetlb=1",
+    )
+)
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -45,6 +53,7 @@ def thread_environment(num_threads: int) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         "KMP_BLOCKTIME": "0",
         "TOKENIZERS_PARALLELISM": "false",
+        "GLIBC_TUNABLES": _KEEP_FREED_MEMORY,
     }
 
 

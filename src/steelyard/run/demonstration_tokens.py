@@ -1,48 +1,36 @@
-"""Demonstrations as token sequences, rendered as the gateway will render them when the policy samples."""
+"""Demonstrations as token sequences, equal to what the gateway will show and record when the policy samples."""
 
 from steelyard.environments.repair.demonstrations import Demonstration
-from steelyard.gateway.renderer import PreviousTurn, Prompt, Renderer
-from steelyard.trainer.quick_recipe import IM_END, TokenSequence
-from steelyard.types import Message
+from steelyard.gateway.renderer import Renderer
+from steelyard.trainer.quick_recipe import IM_START, TokenSequence
+
+_ASSISTANT = f"{IM_START}assistant\n"
 
 
-def demonstration_text(demonstration: Demonstration) -> str:
-    """The conversation as plain text, for training a tokenizer."""
-    parts = [
-        spoken(message) if message.role == "assistant" else message.content or "" for message in demonstration.messages
-    ]
-    return "\n".join(parts)
+def demonstration_text(renderer: Renderer, demonstration: Demonstration) -> str:
+    """The conversation as the template writes it, for training a tokenizer."""
+    prompt = renderer.first_prompt(demonstration.messages, demonstration.tools)
+    return renderer.codec.restore(prompt.text)
 
 
 def token_sequence(renderer: Renderer, demonstration: Demonstration) -> TokenSequence:
-    """One sequence; the mask is 1 where the assistant speaks, its end-of-turn token included."""
-    messages = demonstration.messages
-    prompt: Prompt | None = None
-    previous: PreviousTurn | None = None
-    spans: list[tuple[int, int]] = []
-    for index, message in enumerate(messages):
-        if message.role != "assistant":
-            continue
-        if previous is None:
-            prompt = renderer.first_prompt(messages[:index], demonstration.tools)
-        else:
-            prompt = renderer.extend(previous, messages[:index], demonstration.tools).prompt
-        said = tuple(renderer.codec.encode(spoken(message) + IM_END, is_start=False))
-        spans.append((len(prompt.token_ids), len(prompt.token_ids) + len(said)))
-        previous = PreviousTurn(prompt=prompt, token_ids=said, reply=message)
-    if previous is None or prompt is None:
-        raise ValueError(f"demonstration {demonstration.task_id} must hold at least one assistant message")
-    token_ids = (*prompt.token_ids, *previous.token_ids)
+    """One sequence; the mask is 1 where the assistant speaks, its end-of-turn token included.
+
+    Rendered in one piece, which is much cheaper than turn by turn and the same: the gateway's pieces end at control
+    tokens, and content can hold none.
+    """
+    token_ids = renderer.first_prompt(demonstration.messages, demonstration.tools).token_ids
+    end_id = renderer.end_of_turn_id
+    last = len(token_ids) - 1 - token_ids[::-1].index(end_id)
+    token_ids = token_ids[: last + 1]
+    head = tuple(renderer.codec.encode(_ASSISTANT, is_start=False))
     mask = [0] * len(token_ids)
-    for start, stop in spans:
-        mask[start:stop] = [1] * (stop - start)
+    position = 0
+    while position < len(token_ids):
+        if token_ids[position : position + len(head)] != head:
+            position += 1
+            continue
+        start = position + len(head)
+        position = token_ids.index(end_id, start) + 1
+        mask[start:position] = [1] * (position - start)
     return TokenSequence(token_ids=token_ids, loss_mask=tuple(mask))
-
-
-def spoken(message: Message) -> str:
-    """What a policy writes to say ``message``, in the Hermes form."""
-    calls = [
-        f'<tool_call>{{"name": "{call.name}", "arguments": {call.arguments}}}</tool_call>'
-        for call in message.tool_calls
-    ]
-    return "\n".join([*([message.content] if message.content else []), *calls])

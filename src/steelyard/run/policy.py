@@ -17,6 +17,7 @@ from steelyard.trainer.quick_recipe import QuickPolicyRecipe, WarmUpProgress, Wa
 from steelyard.types import Record
 
 QUICK = "builtin:quick"
+EXERCISE_FRAC = 0.5
 _BUILD_DEADLINE_S = 600.0
 _NEEDED_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -24,11 +25,16 @@ OnProgress = Callable[[WarmUpProgress], None]
 
 
 class BuildRequest(Record, frozen=True, kw_only=True):
-    """Build the quick policy into the empty directory ``directory``."""
+    """Build the quick policy into the empty directory ``directory``.
+
+    ``exercise_frac`` of the warm-up's tokens are exercises (a function and the edit that mends it), the rest are whole
+    demonstrations, which are imperfect on purpose.
+    """
 
     directory: str
     recipe: QuickPolicyRecipe
     mixture: Mixture
+    exercise_frac: float
     max_turns: int
 
 
@@ -130,7 +136,11 @@ async def prepare_policy(
         try:
             client = await child.connect(Path(options.socket_path), config.runtime.start_deadline_s)
             request = BuildRequest(
-                directory=str(directory), recipe=recipe, mixture=mixture, max_turns=config.rollout.max_turns
+                directory=str(directory),
+                recipe=recipe,
+                mixture=mixture,
+                exercise_frac=EXERCISE_FRAC,
+                max_turns=config.rollout.max_turns,
             )
             await client.call_streaming(BUILD, request, on_progress, deadline_s=_BUILD_DEADLINE_S)
             await client.close()
@@ -153,6 +163,7 @@ def quick_policy_key(recipe: QuickPolicyRecipe, mixture: Mixture, max_turns: int
         ),
         "building": source_digest([run / "policy_process.py"]),
         "mixture": msgspec.json.encode(mixture).decode(),
+        "exercise_frac": str(EXERCISE_FRAC),
         "max_turns": str(max_turns),
     }
     return cache_key(recipe, parts)

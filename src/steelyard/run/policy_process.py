@@ -6,11 +6,11 @@ waits for it, and so may use several threads.
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
 
-from steelyard.environments.repair.demonstrations import demonstrations
+from steelyard.environments.repair.demonstrations import Demonstration, demonstrations, exercises
 from steelyard.gateway.renderer import Renderer
 from steelyard.processes.channel import Server
 from steelyard.run.children import ChildOptions, run_child
@@ -19,14 +19,15 @@ from steelyard.run.policy import BUILD, BuildRequest
 from steelyard.trainer.quick_policy import warm_up
 from steelyard.trainer.quick_recipe import (
     OnProgress,
-    QuickPolicyRecipe,
     TokenSequence,
     WarmUpProgress,
     WarmUpReport,
     write_quick_tokenizer,
 )
 
-_NUM_TOKENIZER_TEXTS = 2000
+_NUM_TOKENIZER_TEXTS = 1500
+_NO_MERGES = 261
+"""256 bytes, three control tokens, two call marks."""
 
 
 def build(request: BuildRequest, on_progress: OnProgress) -> WarmUpReport:
@@ -34,20 +35,34 @@ def build(request: BuildRequest, on_progress: OnProgress) -> WarmUpReport:
     directory = Path(request.directory)
     recipe = request.recipe
     template = files("steelyard.gateway").joinpath("templates/chatml_hermes.jinja").read_text(encoding="utf-8")
-    stream = demonstrations(recipe.seed, request.mixture, request.max_turns)
-    first = list(itertools.islice(stream, _NUM_TOKENIZER_TEXTS))
-    num_tokens = write_quick_tokenizer(directory, map(demonstration_text, first), template, recipe.vocab_size)
+    sources = (demonstrations(recipe.seed, request.mixture, request.max_turns), exercises(recipe.seed))
+    samples = [list(itertools.islice(source, _NUM_TOKENIZER_TEXTS)) for source in sources]
+    texts = _texts(directory, [one for sample in samples for one in sample], template)
+    num_tokens = write_quick_tokenizer(directory, texts, template, recipe.vocab_size)
     renderer = Renderer.load(directory)
-    sequences = [token_sequence(renderer, demonstration) for demonstration in first]
-    for demonstration in itertools.islice(stream, _num_more(sequences, recipe)):
-        sequences.append(token_sequence(renderer, demonstration))
+    sequences: list[TokenSequence] = []
+    for source, sample, frac in zip(
+        sources, samples, (1.0 - request.exercise_frac, request.exercise_frac), strict=True
+    ):
+        sequences += _take(renderer, itertools.chain(sample, source), frac * recipe.num_steps * recipe.batch_tokens)
     return warm_up(directory, num_tokens, sequences, recipe, on_progress)
 
 
-def _num_more(sequences: list[TokenSequence], recipe: QuickPolicyRecipe) -> int:
-    """So many more sequences that none is seen twice."""
-    mean_tokens = sum(len(sequence.token_ids) for sequence in sequences) / len(sequences)
-    return max(0, round(recipe.num_steps * recipe.batch_tokens / mean_tokens) - len(sequences))
+def _texts(directory: Path, examples: list[Demonstration], template: str) -> list[str]:
+    """Examples as the template writes them; a tokenizer without any merges is enough for that."""
+    write_quick_tokenizer(directory, [], template, _NO_MERGES)
+    renderer = Renderer.load(directory)
+    return [demonstration_text(renderer, example) for example in examples]
+
+
+def _take(renderer: Renderer, source: Iterator[Demonstration], num_tokens: float) -> list[TokenSequence]:
+    """So many sequences that none is seen twice in the warm-up."""
+    sequences: list[TokenSequence] = []
+    taken = 0
+    while taken < num_tokens:
+        sequences.append(token_sequence(renderer, next(source)))
+        taken += len(sequences[-1].token_ids)
+    return sequences
 
 
 async def serve(options: ChildOptions, stop: asyncio.Event) -> None:

@@ -19,11 +19,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from steelyard.errors import InputError
+from steelyard.errors import InputError, RunError
 from steelyard.trainer.model import logits_at
-from steelyard.trainer.optim import apply_step, make_optimizer
 from steelyard.trainer.quick_recipe import OnProgress, QuickPolicyRecipe, TokenSequence, WarmUpProgress, WarmUpReport
-from steelyard.trainer.records import OptimizerSettings
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -89,7 +87,7 @@ def warm_up(
     _check_sequences(sequences, recipe)
     torch.set_num_threads(recipe.num_threads)
     module = new_quick_module(recipe, num_tokens)
-    optimizer = make_optimizer(module, _optimizer_settings(recipe))
+    optimizer = _WarmUpOptimizer(module, recipe)
     batches = _BatchSource(sequences, recipe)
     started_s = time.perf_counter()
     losses: deque[float] = deque(maxlen=_PROGRESS_EVERY)
@@ -97,8 +95,7 @@ def warm_up(
     while step < recipe.num_steps and time.perf_counter() - started_s < recipe.time_limit_s:
         batch = batches.next()
         done_frac = schedule_frac(step, time.perf_counter() - started_s, recipe)
-        rate = warm_up_rate(done_frac, recipe)
-        loss = _warm_up_step(module, optimizer, batch, rate, recipe.max_grad_norm)
+        loss = _warm_up_step(module, optimizer, batch, warm_up_rate(done_frac, recipe))
         losses.append(loss)
         first_loss = first_loss or loss
         total_tokens += batch.num_tokens
@@ -135,26 +132,54 @@ def schedule_frac(step: int, elapsed_s: float, recipe: QuickPolicyRecipe) -> flo
 
 
 def warm_up_rate(done_frac: float, recipe: QuickPolicyRecipe) -> float:
-    """Linear rise, then a cosine from ``learning_rate`` down to ``final_rate_frac`` of it (arXiv 1608.03983)."""
+    """The share of the peak rates: a linear rise, then a cosine down to ``final_rate_frac`` (arXiv 1608.03983)."""
     if done_frac < recipe.warmup_frac:
         # The first step must move: it counts as the end of its own share.
-        return (
-            recipe.learning_rate * (done_frac + 1.0 / recipe.num_steps) / (recipe.warmup_frac + 1.0 / recipe.num_steps)
-        )
+        return (done_frac + 1.0 / recipe.num_steps) / (recipe.warmup_frac + 1.0 / recipe.num_steps)
     fallen = (done_frac - recipe.warmup_frac) / max(1.0 - recipe.warmup_frac, 1e-9)
     floor = recipe.final_rate_frac
-    return recipe.learning_rate * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * fallen)))
+    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * fallen))
 
 
-def _warm_up_step(
-    module: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: WarmUpBatch, rate: float, max_grad_norm: float
-) -> float:
+class _WarmUpOptimizer:
+    """Muon (torch's; K. Jordan, 2024) for the matrices inside the layers, AdamW for embedding and norms."""
+
+    def __init__(self, module: torch.nn.Module, recipe: QuickPolicyRecipe) -> None:
+        matrices = [p for name, p in module.named_parameters() if p.ndim == 2 and ".layers." in name]
+        inside = {id(p) for p in matrices}
+        others = [p for p in module.parameters() if id(p) not in inside]
+        self._parameters = [*matrices, *others]
+        self._max_grad_norm = recipe.max_grad_norm
+        self._peaks = (
+            (torch.optim.Muon(matrices, lr=recipe.matrix_rate, weight_decay=recipe.weight_decay), recipe.matrix_rate),
+            (
+                torch.optim.AdamW(others, lr=recipe.learning_rate, betas=(0.9, _BETA2), weight_decay=0.0, fused=True),
+                recipe.learning_rate,
+            ),
+        )
+
+    def zero_grad(self) -> None:
+        for optimizer, _ in self._peaks:
+            optimizer.zero_grad(set_to_none=True)
+
+    def step(self, rate: float) -> None:
+        """Move by ``rate`` times the peak rates."""
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm))
+        if not math.isfinite(norm):
+            raise RunError(f"warm-up: the gradient norm must be finite, got {norm}; no parameter was changed")
+        for optimizer, peak in self._peaks:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * peak
+            optimizer.step()  # type: ignore[no-untyped-call]
+
+
+def _warm_up_step(module: torch.nn.Module, optimizer: _WarmUpOptimizer, batch: WarmUpBatch, rate: float) -> float:
     """One step; returns the loss per token to be produced, context left out."""
-    optimizer.zero_grad(set_to_none=False)
+    optimizer.zero_grad()
     logits = logits_at(module, batch.token_ids, batch.positions)
     per_token = torch.nn.functional.cross_entropy(logits, batch.targets, reduction="none")
     torch.autograd.backward((per_token * batch.weights).sum() / batch.weights.sum())
-    apply_step(module, optimizer, rate, max_grad_norm, "warm-up")
+    optimizer.step(rate)
     return float(per_token.detach()[batch.weights == 1.0].mean())
 
 
@@ -220,10 +245,6 @@ def make_batch(rows: Sequence[TokenSequence], context_weight: float) -> WarmUpBa
         weights=flat[chosen],
         num_tokens=sum(len(row.token_ids) for row in rows),
     )
-
-
-def _optimizer_settings(recipe: QuickPolicyRecipe) -> OptimizerSettings:
-    return OptimizerSettings(learning_rate=recipe.learning_rate, weight_decay=recipe.weight_decay, beta2=_BETA2)
 
 
 def _check_sequences(sequences: Sequence[TokenSequence], recipe: QuickPolicyRecipe) -> None:
