@@ -6,11 +6,29 @@ With bound 0 nothing is admitted for version v before v is READY, and every cons
 from pathlib import Path
 
 from steelyard.coordinator import events as e
+from steelyard.testing.run_rig import WORKER, RunRig, make_proof, play
 from steelyard.testing.small_runs import journal_events, steelyard
 from steelyard.traces.sealed import SealedTraces
 
 NUM_STEPS = 3
 GROUPS_PER_BATCH = 2
+
+
+def test_v4_no_attempt_is_leased_for_a_version_that_is_published_or_loaded_but_not_ready() -> None:
+    async def scene(rig: RunRig) -> None:
+        for step in range(NUM_STEPS):
+            await rig.rollouts()
+            state = rig.coordinator.state
+            assert state.prompts.issued == (step + 1) * GROUPS_PER_BATCH, "one batch for each READY version"
+            await rig.begin(step)
+            assert await rig.coordinator.lease(WORKER, 100, 0.0) == ()
+            number = await rig.publish(step + 1, is_ready=False)
+            assert await rig.coordinator.lease(WORKER, 100, 0.0) == ()
+            await rig.coordinator.loaded(make_proof(rig.stores.versions[number].manifest))
+            assert await rig.coordinator.lease(WORKER, 100, 0.0) == ()
+            await rig.coordinator.ready(number)
+
+    play(scene, lag=0, groups_per_batch=GROUPS_PER_BATCH)
 
 
 def test_v4_every_consumed_token_has_the_consuming_version(synchronous_run: Path) -> None:
