@@ -126,6 +126,9 @@ def _room(config: Config) -> Iterator[str]:
         yield f"rollout.max_tokens must be < model.max_context_tokens ({context}), got {config.rollout.max_tokens}"
     if config.inference.kv_tokens < context:
         yield f"inference.kv_tokens must be >= model.max_context_tokens ({context}), got {config.inference.kv_tokens}"
+    if config.train.micro_batch_tokens < context:
+        got = config.train.micro_batch_tokens
+        yield f"train.micro_batch_tokens must be >= model.max_context_tokens ({context}), got {got}"
     versions = config.admission.max_policy_lag + 2
     if config.weights.max_retained_versions < versions:
         yield (

@@ -1,11 +1,8 @@
 """Small bridges between a stage's Protocol and the neighbour that serves it."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 
-from steelyard.clock import Clock
 from steelyard.coordinator.service import Coordinator
-from steelyard.errors import DeadlineExceeded
 from steelyard.gateway.recorder import Recorder
 from steelyard.gateway.service import Gateway
 from steelyard.run.news import ToolTimes
@@ -71,17 +68,11 @@ class Leases:
 class InProcessChat:
     """The gateway as the built-in harness calls it: no HTTP in between."""
 
-    def __init__(self, gateway: Gateway, clock: Clock) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._clock = clock
 
     async def chat(self, attempt_id: str, request: ChatRequest, deadline_at_s: float) -> ChatReply:
-        limit_s = deadline_at_s - self._clock.now_s()
-        try:
-            async with asyncio.timeout(limit_s):
-                return await self._gateway.chat(attempt_id, request)
-        except TimeoutError:
-            raise DeadlineExceeded(f"a model call of {attempt_id}", ("gateway",), limit_s) from None
+        return await self._gateway.chat(attempt_id, request, deadline_at_s)
 
 
 class Sealer:
@@ -96,7 +87,7 @@ class Sealer:
         for tool in tools:
             self._times.note_tool(tool.latency_s, tool.outcome)
         binding = self._attempts.binding(attempt_id)
-        bound_version = -1 if binding is None else binding.policy_version
+        bound_version = None if binding is None else binding.policy_version
         return await self._recorder.seal(attempt_id, end_reason, tools, bound_version)
 
     async def discard(self, attempt_id: str) -> int:

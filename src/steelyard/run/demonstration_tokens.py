@@ -19,18 +19,21 @@ def token_sequence(renderer: Renderer, demonstration: Demonstration) -> TokenSeq
     Rendered in one piece, which is much cheaper than turn by turn and the same: the gateway's pieces end at control
     tokens, and content can hold none.
     """
-    token_ids = renderer.first_prompt(demonstration.messages, demonstration.tools).token_ids
+    spoken = max(i for i, message in enumerate(demonstration.messages) if message.role == "assistant")
+    # What a tool said after the last word of the assistant teaches nothing.
+    token_ids = renderer.first_prompt(demonstration.messages[: spoken + 1], demonstration.tools).token_ids
     end_id = renderer.end_of_turn_id
-    last = len(token_ids) - 1 - token_ids[::-1].index(end_id)
-    token_ids = token_ids[: last + 1]
     head = tuple(renderer.codec.encode(_ASSISTANT, is_start=False))
     mask = [0] * len(token_ids)
-    position = 0
+    position = num_tokens = 0
     while position < len(token_ids):
         if token_ids[position : position + len(head)] != head:
             position += 1
             continue
         start = position + len(head)
+        if start == len(token_ids):
+            break  # the prompt to go on
         position = token_ids.index(end_id, start) + 1
         mask[start:position] = [1] * (position - start)
-    return TokenSequence(token_ids=token_ids, loss_mask=tuple(mask))
+        num_tokens = position
+    return TokenSequence(token_ids=token_ids[:num_tokens], loss_mask=tuple(mask[:num_tokens]))

@@ -10,6 +10,8 @@ from collections import deque
 from pathlib import Path
 from typing import TextIO
 
+import uvloop
+
 from steelyard import config_file
 from steelyard.clock import SystemClock
 from steelyard.config import Config
@@ -122,7 +124,8 @@ def _run_with_news(config: Config, directory: RunDirectory, cache_dir: Path, fau
         contextlib.closing(make_display(config.observe.display, sys.stdout, clock, plan)) as display,
     ):
         news = News(metrics, display, clock)
-        asyncio.run(_run(config, directory, cache_dir, news, fault))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(config, directory, cache_dir, news, fault))
         if config.observe.report:
             news.stage(StageName.REPORT)
             make_report(config, directory, clock.now_s())

@@ -112,7 +112,7 @@ class RolloutSide:
         )
         services = Services(
             leases=Leases(base.coordinator),
-            chat=InProcessChat(gateway, base.clock),
+            chat=InProcessChat(gateway),
             sandboxes=_TimedSandboxes(sandboxes, self._news.tools),
             traces=Sealer(base.recorder, attempts, self._news.tools),
             artifacts=base.stores.artifacts,
