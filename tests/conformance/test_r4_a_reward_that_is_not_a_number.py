@@ -51,6 +51,9 @@ def test_r4_nan_1_0_1_from_a_real_grader_trains_three_members() -> None:
         with tempfile.TemporaryDirectory() as directory:
             async with moody_pool(Path(directory), counters) as pool:
                 await grade_all(rig, pool, counters)
+        counts = counters.read()
+        graded = (counts["scoring.scored"], counts["scoring.grader_failed"])
+        assert graded == (3, rig.settings.max_grader_attempts), "it is noticed where it is said"
         await check_trained_without(rig, poisoned, others)
         await rig.coordinator.close()
 
