@@ -109,6 +109,8 @@ class BlockTable:
         self._index: dict[tuple[int, int], dict[int, None]] = {}
         self._copies: list[Copy] = []
         self._tick = 0
+        self.placement = 0
+        """Grows whenever a row gets another holder; as long as it stays, every sequence is where it was."""
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -132,6 +134,15 @@ class BlockTable:
             return [self._running[sequence_id].row for sequence_id in sequence_ids]
         except KeyError as error:
             raise EngineError(f"sequence {error} must be running in the key-value cache, and is not") from None
+
+    @property
+    def num_retained(self) -> int:
+        """Sequences that are kept for whoever continues them."""
+        return len(self._retained)
+
+    def continues(self, info: SequenceInfo) -> bool:
+        """Whether the conversation of a sequence is retained, so that waiting may lose what is computed of it."""
+        return self._own_retained(info) is not None
 
     def can_ever_hold(self, num_tokens: int) -> bool:
         """Whether a sequence of ``num_tokens`` fits into an empty cache."""
@@ -305,6 +316,7 @@ class BlockTable:
         self._reserve(holder, num_blocks)
         self._touch(holder)
         self._by_row[row] = holder
+        self.placement += 1
         self._running[info.sequence_id] = holder
         self._add_to_index(holder)
 
@@ -327,6 +339,7 @@ class BlockTable:
     def _drop(self, holder: _Holder) -> None:
         self._unindex(holder)
         self._reserve(holder, 0)
+        self.placement += 1
         del self._by_row[holder.row]
         heapq.heappush(self._free_rows, holder.row)
         if holder.is_running:
@@ -336,6 +349,7 @@ class BlockTable:
 
     def _move(self, holder: _Holder, row: int, num_tokens: int) -> None:
         self._copies.append(Copy(holder.row, row, num_tokens))
+        self.placement += 1
         self._unindex(holder)
         del self._by_row[holder.row]
         heapq.heappush(self._free_rows, holder.row)

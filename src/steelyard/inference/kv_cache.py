@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -26,6 +27,9 @@ ATTENTION_NAME = "steelyard_cached"
 # Queries are cut into pieces of this many tokens: each piece reads only the keys up to its end, which saves
 # most of the masked half of the square without many calls.
 _PIECE_TOKENS = 128
+
+# Reading this many more tokens of one layer takes about as long as one more attention call.
+_CUT_TOKENS = 1024
 
 _UNSUPPORTED_OPTIONS = ("sliding_window", "softcap", "s_aux", "position_bias")
 
@@ -84,18 +88,39 @@ class _Strip:
     start: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrangement:
+    """What stays the same from step to step while the same sequences run in the same rows.
+
+    ``order``: which part comes first, second, ... in the flattened batch; the first ``num_single`` are single tokens,
+    in ascending ``rows``. ``neighbours``: ranges of them in neighbouring rows. ``ends``: see :class:`KVLayout`.
+    """
+
+    sequence_ids: list[str]
+    sizes: list[int]
+    placement: int
+    order: list[int]
+    num_single: int
+    rows: list[int]
+    single_rows: Tensor
+    neighbours: list[tuple[int, int]]
+    ends: list[int]
+
+
 @dataclass(frozen=True)
 class KVLayout:
-    """Where the tokens of one forward pass are read and written. Opaque to all but this module.
+    """Where the tokens of one forward pass are read and written. Opaque but for the first three.
 
-    ``order``: which part comes first, second, ... in the flattened batch.
+    ``order``: which part comes first, second, ... in the flattened batch. ``positions``: place of each token of the
+    flattened batch in its sequence. ``ends``: index in the flattened batch of each part's last token.
     """
 
     order: list[int]
+    positions: Tensor
+    ends: list[int]
     cache: "KVCache"
     num_single: int
     single_rows: Tensor
-    single_positions: Tensor
     runs: list[_Run]
     strips: list[_Strip]
     pieces: list[_Piece]
@@ -117,6 +142,7 @@ class KVCache:
         dims = (blocks.num_rows, shape.num_kv_heads, blocks.row_tokens, shape.head_dim)
         self.keys = [_lazy_zeros(dims, shape.dtype, shape.device) for _ in range(shape.num_layers)]
         self.values = [_lazy_zeros(dims, shape.dtype, shape.device) for _ in range(shape.num_layers)]
+        self._last: _Arrangement | None = None
         self._causal = _causal_table(_PIECE_TOKENS, blocks.row_tokens, shape)
 
     def lay_out(self, parts: Sequence[Part]) -> KVLayout:
@@ -126,46 +152,81 @@ class KVCache:
             EngineError: a part's sequence holds no space.
         """
         self._make_copies()
-        rows = self._blocks.rows_of([part.sequence_id for part in parts])
-        single = sorted([index for index, part in enumerate(parts) if part.num_tokens == 1], key=rows.__getitem__)
-        longer = [index for index, part in enumerate(parts) if part.num_tokens > 1]
-        single_rows = [rows[index] for index in single]
-        positions = [parts[index].start for index in single]
-        strips = list(_strips([parts[index] for index in longer], [rows[index] for index in longer], len(single)))
+        placed = self._arrange(parts)
+        num_single = placed.num_single
+        starts = np.array([part.start for part in parts])[placed.order]
+        strips = list(_strips([parts[index] for index in placed.order[num_single:]], placed.rows, num_single))
+        spans = [np.arange(strip.start, strip.start + strip.last - strip.first) for strip in strips]
+        positions = np.concatenate((starts[:num_single], *spans)) if spans else starts
         return KVLayout(
-            order=single + longer,
+            order=placed.order,
+            positions=self._to_device(positions),
+            ends=placed.ends,
             cache=self,
-            num_single=len(single),
-            single_rows=long_tensor(single_rows, self._shape.device),
-            single_positions=long_tensor(positions, self._shape.device),
-            runs=self._runs(single_rows, positions),
+            num_single=num_single,
+            single_rows=placed.single_rows,
+            runs=self._runs(placed, starts[:num_single] + 1),
             strips=strips,
             pieces=[piece for strip in strips for piece in self._pieces(strip)],
         )
+
+    def _arrange(self, parts: Sequence[Part]) -> _Arrangement:
+        sequence_ids = [part.sequence_id for part in parts]
+        sizes = [part.num_tokens for part in parts]
+        last = self._last
+        if (
+            last is not None
+            and last.placement == self._blocks.placement
+            and last.sizes == sizes
+            and last.sequence_ids == sequence_ids
+        ):
+            return last
+        rows = self._blocks.rows_of(sequence_ids)
+        single = sorted([index for index, size in enumerate(sizes) if size == 1], key=rows.__getitem__)
+        order = single + [index for index, size in enumerate(sizes) if size > 1]
+        ends = [0] * len(parts)
+        end = -1
+        for index in order:
+            end += sizes[index]
+            ends[index] = end
+        single_rows = [rows[index] for index in single]
+        self._last = _Arrangement(
+            sequence_ids=sequence_ids,
+            sizes=sizes,
+            placement=self._blocks.placement,
+            order=order,
+            num_single=len(single),
+            rows=[rows[index] for index in order],
+            single_rows=self._to_device(np.array(single_rows, dtype=np.int64)),
+            neighbours=list(_neighbours(single_rows)),
+            ends=ends,
+        )
+        return self._last
 
     def _make_copies(self) -> None:
         for copy in self._blocks.take_copies():
             for tensor in (*self.keys, *self.values):
                 tensor[copy.target_row, :, : copy.num_tokens] = tensor[copy.source_row, :, : copy.num_tokens]
 
-    def _runs(self, rows: list[int], positions: list[int]) -> list[_Run]:
+    def _runs(self, placed: _Arrangement, lengths: npt.NDArray[np.int64]) -> list[_Run]:
         runs = []
-        first = 0
-        for last in range(1, len(rows) + 1):
-            if last < len(rows) and rows[last] == rows[last - 1] + 1:
-                continue
-            longest = max(positions[first:last]) + 1
-            runs.append(_Run(first, last, rows[first], longest, self._length_mask(positions[first:last], longest)))
-            first = last
+        for first, last in placed.neighbours:
+            for start, end in split_by_length(lengths[first:last]):
+                part = lengths[first + start : first + end]
+                longest = int(part.max())
+                row = placed.rows[first + start]
+                runs.append(_Run(first + start, first + end, row, longest, self._length_mask(part, longest)))
         return runs
 
-    def _length_mask(self, positions: list[int], length: int) -> Tensor | None:
-        if min(positions) + 1 == length:
+    def _length_mask(self, lengths: npt.NDArray[np.int64], longest: int) -> Tensor | None:
+        if int(lengths.min()) == longest:
             return None
-        visible = np.arange(length) <= np.array(positions)[:, None]
-        mask = np.where(visible, np.float32(0.0), np.float32(-np.inf))
-        tensor = torch.from_numpy(mask).to(device=self._shape.device, dtype=self._shape.dtype)
-        return tensor[:, None, None]
+        mask = np.where(np.arange(longest) < lengths[:, None], np.float32(0.0), np.float32(-np.inf))
+        return self._to_device(mask).to(self._shape.dtype)[:, None, None]
+
+    def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._shape.device.type == "cpu" else tensor.to(self._shape.device)
 
     def _pieces(self, strip: _Strip) -> Iterator[_Piece]:
         for first in range(strip.first, strip.last, _PIECE_TOKENS):
@@ -180,7 +241,7 @@ class KVCache:
         for target, source in ((self.keys[layer], keys), (self.values[layer], values)):
             if layout.num_single:
                 singles = source[:, : layout.num_single].transpose(0, 1)
-                target[layout.single_rows, :, layout.single_positions] = singles
+                target[layout.single_rows, :, layout.positions[: layout.num_single]] = singles
             for strip in layout.strips:
                 end = strip.start + strip.last - strip.first
                 target[strip.row, :, strip.start : end] = source[:, strip.first : strip.last]
@@ -262,14 +323,40 @@ def cached_attention(
     return cache.attend(kv_layout, layer, query[0], scale)[None], None
 
 
-def long_tensor(numbers: list[int], device: torch.device) -> Tensor:
-    """int64 tensor of a list; through numpy, which reads lists faster."""
-    tensor = torch.from_numpy(np.array(numbers, dtype=np.int64))
-    return tensor if device.type == "cpu" else tensor.to(device)
+def split_by_length(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Cut neighbouring rows into ranges ``(start, end)`` wherever that saves more reading than a call costs.
+
+    A range is read up to its longest row, so that a few long rows among short ones are expensive. Each range is cut
+    in two at the best place, again and again, while a cut saves more than ``_CUT_TOKENS`` tokens of reading.
+    """
+    open_ranges = [(0, len(lengths))]
+    done = []
+    while open_ranges:
+        start, end = open_ranges.pop()
+        part = lengths[start:end]
+        if len(part) * int(part.max() - part.min()) > _CUT_TOKENS:
+            sizes = np.arange(1, len(part))
+            left = np.maximum.accumulate(part)[:-1] * sizes
+            right = np.maximum.accumulate(part[::-1])[::-1][1:] * sizes[::-1]
+            cut = int((left + right).argmin())
+            if len(part) * int(part.max()) - int(left[cut] + right[cut]) > _CUT_TOKENS:
+                open_ranges += [(start + cut + 1, end), (start, start + cut + 1)]
+                continue
+        done.append((start, end))
+    return done
+
+
+def _neighbours(rows: list[int]) -> Iterator[tuple[int, int]]:
+    """Ranges ``(first, last)`` of ascending ``rows`` that follow one another without a gap."""
+    first = 0
+    for last in range(1, len(rows) + 1):
+        if last == len(rows) or rows[last] != rows[last - 1] + 1:
+            yield first, last
+            first = last
 
 
 def _strips(parts: list[Part], rows: list[int], first: int) -> Iterator[_Strip]:
-    for part, row in zip(parts, rows, strict=True):
+    for part, row in zip(parts, rows[first:], strict=True):
         yield _Strip(first, first + part.num_tokens, row, part.start)
         first += part.num_tokens
 

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from steelyard.errors import EngineError
 from steelyard.inference.kv_blocks import Admitted, BlockTable, SequenceInfo
-from steelyard.inference.kv_cache import ATTENTION_NAME, KVCache, KVLayout, KVShape, Part, cached_attention, long_tensor
+from steelyard.inference.kv_cache import ATTENTION_NAME, KVCache, KVLayout, KVShape, Part, cached_attention
 from steelyard.inference.scheduler import Batch, Sampled, WorkItem
 
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
@@ -122,7 +122,7 @@ class ModelRunner:
             raise EngineError("a version must be loaded before a batch runs")
         parts = [Part(item.sequence_id, item.start, len(item.token_ids)) for item in batch.items]
         layout = self._cache.lay_out(parts)
-        ends = _last_tokens(parts, layout.order)
+        ends = layout.ends
         sampled_items = [index for index, item in enumerate(batch.items) if item.is_sampled]
         if not sampled_items:
             # Logits are needed for no token; one is computed because the decoder returns some.
@@ -182,10 +182,9 @@ class ModelRunner:
             starts[index] = end
         parts = [Part(item.sequence_id, item.start, len(item.token_ids)) for item in items]
         layout = cache.lay_out(parts)
-        ends = _last_tokens(parts, layout.order)
         wanted = [
             position
-            for end, part in zip(ends, parts, strict=True)
+            for end, part in zip(layout.ends, parts, strict=True)
             for position in range(end - part.num_tokens + 1, end + 1)
         ]
         logits = _forward(module, items, layout, wanted, self._device)
@@ -261,7 +260,8 @@ def sample(logits: Tensor, draw: Draw) -> Sampled:
 
 def _sample_greedy(logits: Tensor) -> Sampled:
     best = _argmax(logits)
-    logprobs = logits.gather(1, best) - torch.logsumexp(logits, -1, keepdim=True)
+    # The chosen logit is the largest, so this is the log of the softmax and cannot overflow.
+    logprobs = (logits - logits.gather(1, best)).exp_().sum(-1, keepdim=True).log_().neg_()
     return _to_lists(best, logprobs, torch.zeros_like(logprobs))
 
 
@@ -301,13 +301,13 @@ def _to_lists(token_ids: Tensor, logprobs: Tensor, kept_logmass: Tensor) -> Samp
 
 
 def _draw_for(items: list[WorkItem]) -> Draw:
+    temperatures = np.array([item.temperature for item in items], dtype=np.float32)
+    top_ps = np.array([item.top_p for item in items], dtype=np.float32)
+    if not temperatures.any():
+        return Draw(temperatures, top_ps, np.zeros(len(items)))
     seeds = np.array([item.seed for item in items], dtype=np.uint64)
     positions = np.array([item.start + len(item.token_ids) for item in items], dtype=np.uint64)
-    return Draw(
-        temperatures=np.array([item.temperature for item in items], dtype=np.float32),
-        top_ps=np.array([item.top_p for item in items], dtype=np.float32),
-        uniforms=uniforms(seeds, positions),
-    )
+    return Draw(temperatures, top_ps, uniforms(seeds, positions))
 
 
 def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -316,32 +316,23 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return state ^ (state >> np.uint64(31))
 
 
-def _last_tokens(parts: Sequence[Part], order: list[int]) -> list[int]:
-    """Index in the flattened batch of each part's last token, in the order of ``parts``."""
-    ends = [0] * len(parts)
-    position = -1
-    for index in order:
-        position += parts[index].num_tokens
-        ends[index] = position
-    return ends
-
-
 def _forward(
     module: PreTrainedModel, items: Sequence[WorkItem], layout: KVLayout, wanted: list[int], device: torch.device
 ) -> Tensor:
     """Logits [len(wanted), vocabulary] in float32 after the tokens ``wanted`` of the flattened batch."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    for index in layout.order:
-        item = items[index]
-        token_ids.extend(item.token_ids)
-        positions.extend(range(item.start, item.start + len(item.token_ids)))
+    token_ids = [token_id for index in layout.order for token_id in items[index].token_ids]
     output = module(
-        input_ids=long_tensor(token_ids, device)[None],
-        position_ids=long_tensor(positions, device)[None],
+        input_ids=_long_tensor(token_ids, device)[None],
+        position_ids=layout.positions[None],
         use_cache=False,
-        logits_to_keep=long_tensor(wanted, device),
+        logits_to_keep=_long_tensor(wanted, device),
         kv_layout=layout,
     )
     logits: Tensor = output.logits[0]
     return logits.float()
+
+
+def _long_tensor(numbers: list[int], device: torch.device) -> Tensor:
+    """int64 tensor of a list; through numpy, which reads lists faster."""
+    tensor = torch.from_numpy(np.array(numbers, dtype=np.int64))
+    return tensor if device.type == "cpu" else tensor.to(device)

@@ -272,8 +272,18 @@ class Scheduler:
             raise EngineError(f"request {name}: top_p must be > 0 and <= 1, got {sampling.top_p}")
 
     def _admit(self, now_s: float) -> None:
-        """Admit in order of arrival. No space stops admission, so that a long request is not passed for ever."""
-        for state in list(self._waiting.values()):
+        """Admit in order of arrival, conversations whose KV is retained before new ones.
+
+        Were new ones first, they would push out what the others come back for, and all would prefill again and
+        again. No space stops admission, so that a long request is not passed for ever.
+        """
+        if len(self._running) >= self._max_running:
+            return
+        waiting = list(self._waiting.values())
+        if self._blocks.num_retained:
+            # Sorting keeps the order of arrival among equals.
+            waiting.sort(key=lambda state: not self._blocks.continues(state.info))
+        for state in waiting:
             if len(self._running) >= self._max_running:
                 return
             admitted = self._blocks.admit(state.info)

@@ -121,6 +121,17 @@ def test_admission_goes_by_projected_tokens_not_by_requests() -> None:
     assert (one.num_running, one.num_waiting) == (2, 1)
 
 
+def test_a_conversation_that_comes_back_is_admitted_before_new_ones() -> None:
+    one = scheduler(max_running=1)
+    one.add(request_for("t1", (1, 2, 3, 4, 5), max_tokens=1, key="talk"), 0.0)
+    step(one)
+    one.add(request_for("new", (8, 8), max_tokens=1), 0.0)
+    one.add(request_for("t2", (1, 2, 3, 4, 5, 7, 6), max_tokens=1, key="talk"), 0.0)
+    order = [item.sequence_id for _ in range(2) for item in step(one)[0].items]
+    assert order == ["t2", "new"]
+    assert ended(one)["t2"].num_cached_tokens == 5
+
+
 def test_a_long_request_at_the_head_is_not_passed_for_ever() -> None:
     one = scheduler(max_running=8, capacity=64)
     one.add(request_for("a", (1,) * 8, max_tokens=24), 0.0)
