@@ -11,15 +11,17 @@ from pathlib import Path
 import pytest
 
 from steelyard.cli.main import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, EXIT_RUN_FAILED, main
+from steelyard.coordinator.events import StepBegun
 from steelyard.run.auditing import audit_run
 from steelyard.run.directory import existing_directory
 from steelyard.testing.rehearsal import Foreground, adopting, left_running
-from steelyard.testing.small_runs import command, steelyard, write_small_config
+from steelyard.testing.small_runs import command, journal_events, steelyard, write_small_config
 from steelyard.testing.tiny_model import write_tiny_model
 
 STOP_DEADLINE_S = 40.0
 RUN_DEADLINE_S = 110.0
 TINY_DISK_BYTES = 2_500_000
+ENDLESS = 1_000_000
 
 
 @pytest.fixture(scope="module")
@@ -116,18 +118,31 @@ def interrupted(running: Foreground, run: Path, *, is_whole_group: bool) -> None
     assert left_running(STOP_DEADLINE_S) == []
 
 
+def end_after_two_more_steps(run: Path) -> None:
+    """Let a run that would never end do so soon, wherever it was interrupted."""
+    next_step = sum(isinstance(event, StepBegun) for event in journal_events(run))
+    config = run / "config.yaml"
+    text = config.read_text()
+    assert text.count(f"max_steps: {ENDLESS}\n") == 1
+    config.write_text(text.replace(f"max_steps: {ENDLESS}\n", f"max_steps: {next_step + 2}\n"))
+
+
 @pytest.mark.timeout(300)
 def test_ctrl_c_in_the_middle_of_training_ends_all_and_the_run_goes_on(tmp_path: Path, policy: Path) -> None:
     run = tmp_path / "run"
-    config = write_small_config(tmp_path, policy, run={"dir": str(run)}, train={"max_steps": 6})
-    running = Foreground(command("train", config), tmp_path / "stderr")
-    running.wait_for("step 1/6")
-    for arguments in (("--resume", str(run)), (str(config),)):
-        second = steelyard("train", *arguments)
-        assert second.returncode == EXIT_BAD_INPUT
-        assert "Traceback" not in second.stderr
-        assert f"process {running.pid}" in second.stderr or f"steelyard train --resume {run}" in second.stderr
-    interrupted(running, run, is_whole_group=True)
+    config = write_small_config(tmp_path, policy, run={"dir": str(run)}, train={"max_steps": ENDLESS})
+    with Foreground(command("train", config), tmp_path / "stderr") as running:
+        running.wait_for(f"step 1/{ENDLESS}")
+        for arguments, words in (
+            (("--resume", str(run)), f"{run} is in use by another run (process {running.pid})"),
+            ((str(config),), f"to go on with it, type: steelyard train --resume {run}"),
+        ):
+            second = steelyard("train", *arguments)
+            assert second.returncode == EXIT_BAD_INPUT, second.stdout
+            assert words in second.stderr
+            assert second.stderr.count("\n") == 1
+        interrupted(running, run, is_whole_group=True)
+    end_after_two_more_steps(run)
     again = steelyard("train", "--resume", run)
     assert again.returncode == EXIT_DONE, again.stderr
     assert audit_run(existing_directory(str(run))).is_passed
@@ -137,20 +152,19 @@ def test_ctrl_c_in_the_middle_of_training_ends_all_and_the_run_goes_on(tmp_path:
 @pytest.mark.parametrize("is_whole_group", [False, True])
 def test_ctrl_c_while_the_processes_start_ends_them(tmp_path: Path, policy: Path, is_whole_group: bool) -> None:
     run = tmp_path / "run"
-    running = Foreground(
-        command("train", write_small_config(tmp_path, policy, run={"dir": str(run)})), tmp_path / "stderr"
-    )
-    running.wait_for("] start")
-    interrupted(running, run, is_whole_group=is_whole_group)
+    config = write_small_config(tmp_path, policy, run={"dir": str(run)})
+    with Foreground(command("train", config), tmp_path / "stderr") as running:
+        running.wait_for("] start")
+        interrupted(running, run, is_whole_group=is_whole_group)
 
 
 @pytest.mark.timeout(120)
 def test_ctrl_c_while_the_quick_policy_is_built_leaves_no_half_of_it(tmp_path: Path, policy: Path) -> None:
     run, cache = tmp_path / "run", tmp_path / "cache"
     config = write_small_config(tmp_path, policy, run={"dir": str(run)}, model={"policy": "builtin:quick"})
-    running = Foreground(command("train", config, "--cache-dir", cache), tmp_path / "stderr")
-    running.wait_for("prepare policy")
-    interrupted(running, run, is_whole_group=True)
+    with Foreground(command("train", config, "--cache-dir", cache), tmp_path / "stderr") as running:
+        running.wait_for("prepare policy")
+        interrupted(running, run, is_whole_group=True)
     assert not list(cache.glob("policies/*/model.safetensors"))
 
 
@@ -192,8 +206,8 @@ def test_a_checkpoint_that_the_disk_refuses_ends_the_run_which_goes_on_later(tmp
     config = write_small_config(tmp_path, policy, run={"dir": str(run)}, train={"max_steps": 2})
     weights = (policy / "model.safetensors").stat().st_size
     # Weights fit, the optimizer's two moments of each do not.
-    running = Foreground(command("train", config), tmp_path / "stderr", max_file_bytes=weights * 3 // 2)
-    failed_by_the_disk(running, run)
+    with Foreground(command("train", config), tmp_path / "stderr", max_file_bytes=weights * 3 // 2) as running:
+        failed_by_the_disk(running, run)
     assert "checkpoint step-000001" in running.stderr and "File too large" in running.stderr
     again = steelyard("train", "--resume", run)
     assert again.returncode == EXIT_DONE, again.stderr
@@ -217,10 +231,9 @@ def test_a_full_disk_ends_the_run_which_goes_on_once_there_is_room(tmp_path: Pat
     config = write_small_config(tmp_path, policy, run={"dir": str(run)}, train={"max_steps": 4})
     try:
         # Who may not mount gets a limit on each file that even the first version exceeds.
-        running = Foreground(
-            command("train", config), tmp_path / "stderr", max_file_bytes=None if is_mounted else 100_000
-        )
-        failed_by_the_disk(running, run)
+        limit = None if is_mounted else 100_000
+        with Foreground(command("train", config), tmp_path / "stderr", max_file_bytes=limit) as running:
+            failed_by_the_disk(running, run)
         if is_mounted:
             assert "No space left on device" in running.stderr or "full" in running.stderr
             subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)

@@ -15,6 +15,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import msgspec
 import psutil
@@ -64,6 +66,8 @@ def rehearse(
 class Foreground:
     """A command in a process group of its own, as a shell starts it; its standard error goes to a file.
 
+    A context manager: at the end of the block it is killed if it still runs.
+
     Args:
         max_file_bytes: no process of it can write a longer file; None sets no limit.
     """
@@ -77,6 +81,15 @@ class Foreground:
             )  # fmt: skip
         if max_file_bytes is not None:
             resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.communicate()
 
     @property
     def pid(self) -> int:
