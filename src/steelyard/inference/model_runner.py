@@ -129,7 +129,10 @@ class ModelRunner:
             _forward(module, batch.items, layout, [ends[0]], self._device)
             return Sampled([], [], [])
         logits = _forward(module, batch.items, layout, [ends[index] for index in sampled_items], self._device)
-        return sample(logits, _draw_for([batch.items[index] for index in sampled_items]))
+        items = [batch.items[index] for index in sampled_items]
+        if not any(item.temperature for item in items):
+            return sample_greedy(logits)
+        return sample(logits, _draw_for(items))
 
     @torch.inference_mode()
     def probe_logprobs(self, version: int, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -238,8 +241,6 @@ def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -
 def sample(logits: Tensor, draw: Draw) -> Sampled:
     """One token for each row of ``logits`` [num_rows, vocabulary], float32."""
     greedy = draw.temperatures == 0.0
-    if greedy.all():
-        return _sample_greedy(logits)
     device = logits.device
     temperatures = np.where(greedy, np.float32(1.0), draw.temperatures)
     if (temperatures != 1.0).any():
@@ -258,7 +259,8 @@ def sample(logits: Tensor, draw: Draw) -> Sampled:
     return _to_lists(chosen, logprobs.gather(1, chosen), kept)
 
 
-def _sample_greedy(logits: Tensor) -> Sampled:
+def sample_greedy(logits: Tensor) -> Sampled:
+    """What :func:`sample` gives where every temperature is 0, for less work."""
     best = _argmax(logits)
     # The chosen logit is the largest, so this is the log of the softmax and cannot overflow.
     logprobs = (logits - logits.gather(1, best)).exp_().sum(-1, keepdim=True).log_().neg_()
@@ -301,13 +303,13 @@ def _to_lists(token_ids: Tensor, logprobs: Tensor, kept_logmass: Tensor) -> Samp
 
 
 def _draw_for(items: list[WorkItem]) -> Draw:
-    temperatures = np.array([item.temperature for item in items], dtype=np.float32)
-    top_ps = np.array([item.top_p for item in items], dtype=np.float32)
-    if not temperatures.any():
-        return Draw(temperatures, top_ps, np.zeros(len(items)))
     seeds = np.array([item.seed for item in items], dtype=np.uint64)
     positions = np.array([item.start + len(item.token_ids) for item in items], dtype=np.uint64)
-    return Draw(temperatures, top_ps, uniforms(seeds, positions))
+    return Draw(
+        temperatures=np.array([item.temperature for item in items], dtype=np.float32),
+        top_ps=np.array([item.top_p for item in items], dtype=np.float32),
+        uniforms=uniforms(seeds, positions),
+    )
 
 
 def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from steelyard.errors import EngineError
-from steelyard.inference.model_runner import Draw, check_attention, sample, uniforms
+from steelyard.inference.model_runner import Draw, check_attention, sample, sample_greedy, uniforms
 
 
 def draw(uniform: list[float], temperature: float = 1.0, top_p: float = 1.0) -> Draw:
@@ -70,10 +70,11 @@ def test_top_p_below_the_largest_probability_keeps_one_token() -> None:
 
 def test_greedy_takes_the_largest_logit_and_records_at_temperature_one() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]])
-    sampled = sample(logits, draw([0.9, 0.9], temperature=0.0))
-    assert sampled.token_ids == [1, 0]
     expected = torch.log_softmax(logits, -1)
-    assert sampled.logprobs == pytest.approx([float(expected[0, 1]), float(expected[1, 0])], abs=1e-6)
+    for sampled in (sample(logits, draw([0.9, 0.9], temperature=0.0)), sample_greedy(logits)):
+        assert sampled.token_ids == [1, 0]
+        assert sampled.logprobs == pytest.approx([float(expected[0, 1]), float(expected[1, 0])], abs=1e-6)
+        assert sampled.kept_logmass == [0.0, 0.0]
 
 
 def test_each_row_is_sampled_as_if_it_were_alone() -> None:
