@@ -115,7 +115,7 @@ class InferenceConfig(Section, frozen=True, kw_only=True):
     engine: Literal["local", "vllm", "emulated"] = "local"
     max_running: int = 64
     kv_tokens: int = 131_072
-    prefill_chunk_tokens: int = 2048
+    prefill_chunk_tokens: int = 512
     probe_tolerance: float = 1e-4
 
 
