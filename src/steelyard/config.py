@@ -92,12 +92,16 @@ class AdmissionConfig(Section, frozen=True, kw_only=True):
 
 
 class TrainConfig(Section, frozen=True, kw_only=True):
-    """``batch_size`` is trajectories per optimizer step over all devices."""
+    """``batch_size`` is trajectories per optimizer step over all devices.
+
+    The learning rate falls in a line to ``final_rate_frac`` of itself at ``max_steps``.
+    """
 
     batch_size: int = 192
     grad_accum_steps: int = 1
     max_steps: int = 60
     learning_rate: float = 3e-4
+    final_rate_frac: float = 1.0
     warmup_steps: int = 0
     weight_decay: float = 0.0
     beta1: float = 0.9

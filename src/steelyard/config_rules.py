@@ -97,6 +97,8 @@ def _ranges(config: Config) -> Iterator[str]:
         yield f"admission.max_drop_frac must be > 0 and <= 1, got {config.admission.max_drop_frac}"
     if config.rollout.temperature == 0:
         yield "rollout.temperature must be > 0 for training, got 0: greedy siblings are all alike"
+    if not 0 <= config.train.final_rate_frac <= 1:
+        yield f"train.final_rate_frac must be >= 0 and <= 1, got {config.train.final_rate_frac}"
     if config.gateway.port > 65_535:
         yield f"gateway.port must be <= 65535, got {config.gateway.port}"
     if not 0 <= config.algorithm.clip_low < 1:

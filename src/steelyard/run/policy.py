@@ -17,7 +17,7 @@ from steelyard.trainer.quick_recipe import QuickPolicyRecipe, WarmUpProgress, Wa
 from steelyard.types import Record
 
 QUICK = "builtin:quick"
-EXERCISE_FRAC = 0.5
+EXERCISE_FRAC = 0.6
 _BUILD_DEADLINE_S = 600.0
 _NEEDED_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")

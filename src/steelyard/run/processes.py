@@ -84,6 +84,8 @@ class Children:
             optimizer=OptimizerSettings(
                 learning_rate=config.train.learning_rate,
                 warmup_steps=config.train.warmup_steps,
+                decay_steps=config.train.max_steps,
+                final_rate_frac=config.train.final_rate_frac,
                 weight_decay=config.train.weight_decay,
                 beta1=config.train.beta1,
                 beta2=config.train.beta2,

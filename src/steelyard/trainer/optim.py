@@ -26,10 +26,14 @@ def make_optimizer(module: torch.nn.Module, settings: OptimizerSettings) -> torc
 
 
 def learning_rate(step: int, settings: OptimizerSettings) -> float:
-    """The rate of ``step`` (from 0): linear warm-up over ``warmup_steps``, then constant."""
-    if step >= settings.warmup_steps:
+    """The rate of ``step`` (from 0): linear warm-up over ``warmup_steps``, then a line down, or constant."""
+    if step < settings.warmup_steps:
+        return settings.learning_rate * (step + 1) / (settings.warmup_steps + 1)
+    num_falling = settings.decay_steps - settings.warmup_steps
+    if num_falling <= 0:
         return settings.learning_rate
-    return settings.learning_rate * (step + 1) / (settings.warmup_steps + 1)
+    fallen = min(1.0, (step - settings.warmup_steps) / num_falling)
+    return settings.learning_rate * (1.0 - (1.0 - settings.final_rate_frac) * fallen)
 
 
 def apply_step(

@@ -21,10 +21,15 @@ class LossSettings(Record, frozen=True, kw_only=True):
 
 
 class OptimizerSettings(Record, frozen=True, kw_only=True):
-    """AdamW (arXiv 1711.05101) with a linear warm-up to a constant rate."""
+    """AdamW (arXiv 1711.05101): a linear warm-up, then a line down to ``final_rate_frac`` of the rate.
+
+    The line ends at step ``decay_steps``; with a fraction of 1.0 the rate stays.
+    """
 
     learning_rate: float = 3e-4
     warmup_steps: int = 0
+    decay_steps: int = 0
+    final_rate_frac: float = 1.0
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.95

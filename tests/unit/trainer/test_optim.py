@@ -76,3 +76,15 @@ def test_a_state_that_lacks_a_tensor_is_refused() -> None:
     state["bias/exp_avg"] = torch.zeros(5)
     with pytest.raises(IntegrityError, match="state of bias must have shape"):
         restore_optimizer(module, optimizer, state)
+
+
+def test_the_rate_rises_then_falls_in_a_line_and_stays_at_its_end() -> None:
+    settings = OptimizerSettings(learning_rate=1.0, warmup_steps=2, decay_steps=12, final_rate_frac=0.5)
+    rates = [learning_rate(step, settings) for step in range(15)]
+    assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert rates[7] == pytest.approx(0.75)
+    assert rates[12:] == pytest.approx([0.5, 0.5, 0.5])
+
+
+def test_without_a_fall_the_rate_is_constant() -> None:
+    assert [learning_rate(step, OptimizerSettings(learning_rate=0.1)) for step in (0, 5, 500)] == [0.1, 0.1, 0.1]

@@ -51,11 +51,11 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     test_first: Frac = 0.8
     habit_line: Frac = 0.2
     other_line: Frac = 0.1
-    copied_text: Frac = 0.5
+    copied_text: Frac = 0.55
     wrong_text: Frac = 0.05
     damage: Frac = 0.2
     submit_untested: Frac = 0.15
-    give_up: Frac = 0.45
+    give_up: Frac = 0.55
     bad_call: Frac = 0.03
 
 
