@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from steelyard.errors import EngineError
@@ -82,6 +82,7 @@ class ModelRunner:
         check_attention(config)
         module.eval().requires_grad_(False).to(self._device)
         module.set_attn_implementation(ATTENTION_NAME)
+        lay_out_weights(module)
         shape = shape_of(config, next(module.parameters()).dtype, self._device)
         if self._shape is None:
             self._shape = shape
@@ -197,6 +198,22 @@ class ModelRunner:
         for owner, target in zip(owners, targets, strict=True):
             found[owner].extend(logprobs[position : position + len(target)])
             position += len(target)
+
+
+@torch.no_grad()
+def lay_out_weights(module: PreTrainedModel) -> None:
+    """Store the matrices of linear layers with their columns together, on a CPU.
+
+    Shapes and values stay as they are, to the last bit; only the strides change. Small batches are multiplied up to a
+    fifth faster so, because the library need not rearrange the matrix each time. A matrix that is also the embedding
+    stays as it is, because that one is read by rows.
+    """
+    if module.device.type != "cpu":
+        return
+    embedding = module.get_input_embeddings().weight
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear) and layer.weight is not embedding:
+            layer.weight.data = layer.weight.data.t().contiguous().t()
 
 
 def check_attention(config: Any) -> None:
