@@ -470,8 +470,14 @@ class Coordinator:
         core = self._core
         while True:
             self._advance()
-            dues = [due for due in (self._leases.next_due_s(), self._scoring.next_due_s()) if due is not None]
-            await core.wait(core.timers, min([core.now_s() + core.settings.tick_s, *dues]))
+            await core.wait(core.timers, min([core.now_s() + core.settings.tick_s, *self._dues_s()]))
+
+    def _dues_s(self) -> list[float]:
+        """When something runs out next. Nothing does in a finished run, whose leases are never looked at again."""
+        run = self._core.state.run
+        if run is None or run.is_finished:
+            return []
+        return [due for due in (self._leases.next_due_s(), self._scoring.next_due_s()) if due is not None]
 
     def _on_ticker_done(self, ticker: "asyncio.Task[None]") -> None:
         if not ticker.cancelled() and (error := ticker.exception()) is not None:

@@ -28,7 +28,9 @@ async def wait_first(event: asyncio.Event, timeout_s: float, sleep: Sleep) -> bo
     if event.is_set():
         return True
     if timeout_s <= 0:
-        return False
+        # Whoever waits in a loop for a moment that is past must not keep everybody else from running.
+        await asyncio.sleep(0)
+        return event.is_set()
     waiter = asyncio.ensure_future(event.wait())
     timer = asyncio.ensure_future(sleep(timeout_s))
     try:

@@ -306,3 +306,24 @@ def test_a_failed_run_ends_every_wait_with_its_error() -> None:
         await rig.coordinator.close()
 
     asyncio.run(run())
+
+
+def test_a_finished_run_is_never_busy_with_leases_that_ran_out() -> None:
+    async def scene(rig: RunRig) -> None:
+        await rig.coordinator.lease(WORKER, 1, 0.0)
+        await rig.coordinator.finish("done")
+        looks = 0
+
+        def count_looks() -> float:
+            nonlocal looks
+            looks += 1
+            return now_s
+
+        rig.clock.advance(rig.settings.lease_s + 1)
+        now_s = rig.clock.now_s()
+        rig.clock.now_s = count_looks  # type: ignore[method-assign]
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert looks < 50
+
+    play(scene)
