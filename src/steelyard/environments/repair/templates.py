@@ -10,24 +10,35 @@ from steelyard.environments.repair.template import Template
 
 _DIFFERENT = frozenset(
     {
+        "add_position",
         "alternating",
         "average_floor",
         "backwards",
+        "clipped",
+        "count_divisors",
+        "countdown",
+        "differences",
         "digit_sum",
         "dot",
+        "drop_divisible",
+        "index_of_largest",
         "initials",
         "is_sorted",
         "keep_between",
+        "larger_of_each",
         "longest_run",
         "multiples",
         "power",
         "price",
+        "repeat_letters",
         "replaced",
         "reverse_text",
         "rotated",
+        "running_sum",
         "smallest_above",
         "starting_with",
         "sum_times",
+        "without_repeats",
     }
 )
 _ALL: tuple[Template, ...] = (*FOLDS, *SEARCHES, *BUILDERS, *NUMBERS, *TEXTS, *RELATIVES)

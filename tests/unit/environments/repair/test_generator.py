@@ -94,7 +94,7 @@ def test_no_held_out_function_is_ever_a_training_function() -> None:
 
 def test_tasks_vary_in_template_kind_and_place() -> None:
     tasks = [make_task(make_task_id(TRAIN, index)) for index in range(1000)]
-    assert len({task.template for task in tasks}) >= 30
+    assert len({task.template for task in tasks}) >= 22
     assert len({task.kind for task in tasks}) >= 12
     assert len({task.lines for task in tasks}) >= 600
 
