@@ -70,7 +70,11 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
 
 
 class AlgorithmConfig(Section, frozen=True, kw_only=True):
-    """Group-relative policy optimisation (GRPO, arXiv 2402.03300) with a clipped ratio."""
+    """Group-relative policy optimisation (GRPO, arXiv 2402.03300) with a clipped ratio.
+
+    ``permute_rewards`` is the negative control: within each group rewards change hands, so nothing can be learnt from
+    them; what still improves was not learnt from rewards.
+    """
 
     kind: Literal["grpo"] = "grpo"
     min_scored: int = 2
@@ -79,6 +83,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     clip_high: float = 0.28
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
+    permute_rewards: bool = False
 
 
 class AdmissionConfig(Section, frozen=True, kw_only=True):

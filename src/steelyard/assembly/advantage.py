@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from steelyard.digests import digest_bytes
 from steelyard.errors import IntegrityError
 from steelyard.types import Outcome, Record, Score
 
@@ -29,7 +30,9 @@ class GroupAdvantages(Record, frozen=True, kw_only=True):
     no_signal: bool
 
 
-def group_advantages(scores: Sequence[Score], *, normalise_by_std: bool) -> GroupAdvantages:
+def group_advantages(
+    scores: Sequence[Score], *, normalise_by_std: bool, permutation_seed: int | None = None
+) -> GroupAdvantages:
     """Advantages of one group; members whose outcome is not ``scored`` take no part in any statistic.
 
     The sums are exact (``math.fsum``), so the order of the members cannot change a bit of the result.
@@ -37,6 +40,8 @@ def group_advantages(scores: Sequence[Score], *, normalise_by_std: bool) -> Grou
     Args:
         scores: the final score of each member, at most one per attempt.
         normalise_by_std: divide by the population standard deviation.
+        permutation_seed: the negative control: advantages change hands within the group, in an order that depends on
+            this seed and the attempts alone. None leaves them with their owners.
 
     Raises:
         IntegrityError: an attempt comes twice, or a scored member has no finite value.
@@ -52,7 +57,14 @@ def group_advantages(scores: Sequence[Score], *, normalise_by_std: bool) -> Grou
     centred = [value - mean for value in values]
     scale = math.sqrt(math.fsum(c * c for c in centred) / len(centred)) if normalise_by_std else 1.0
     advantages = tuple(c / scale for c in centred)
+    if permutation_seed is not None:
+        advantages = _change_hands(attempt_ids, advantages, permutation_seed)
     return GroupAdvantages(attempt_ids=attempt_ids, advantages=advantages, no_signal=False)
+
+
+def _change_hands(attempt_ids: tuple[str, ...], advantages: tuple[float, ...], seed: int) -> tuple[float, ...]:
+    order = sorted(range(len(attempt_ids)), key=lambda i: digest_bytes(f"{seed}/{attempt_ids[i]}".encode()))
+    return tuple(advantages[i] for i in order)
 
 
 def _finite_value(score: Score) -> float:

@@ -6,13 +6,14 @@ from pathlib import Path
 import msgspec
 
 from steelyard import config_file
-from steelyard.assembly.advantage import group_advantages
+from steelyard.config import Config
 from steelyard.coordinator.audit import AuditReport, audit
 from steelyard.coordinator.audit_evidence import AdvantageFunction, AuditStores, StoredVersion
 from steelyard.coordinator.journal.sqlite import SqliteJournalReader
 from steelyard.digests import digest_bytes, digest_file
 from steelyard.errors import IntegrityError
 from steelyard.run.directory import RunDirectory
+from steelyard.run.training import advantages_of
 from steelyard.traces.ledger import read_ledger
 from steelyard.traces.sealed import SealedTraces
 from steelyard.types import FileDigest, Score, StepBatch, Trace
@@ -37,14 +38,14 @@ def audit_run(directory: RunDirectory) -> AuditReport:
         weights=_Weights(directory),
         checkpoints=_Checkpoints(directory.checkpoints),
         recorded=read_ledger(directory.traces / "recorded.log"),
-        advantages=_advantages(config.algorithm.normalise_by_std),
+        advantages=_advantages(config),
     )
     return audit(stores)
 
 
-def _advantages(normalise_by_std: bool) -> AdvantageFunction:
+def _advantages(config: Config) -> AdvantageFunction:
     def compute(scores: Sequence[Score]) -> Mapping[str, float]:
-        group = group_advantages(scores, normalise_by_std=normalise_by_std)
+        group = advantages_of(config, scores)
         return dict(zip(group.attempt_ids, group.advantages, strict=True))
 
     return compute

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from steelyard.assembly.advantage import AdvantageCounts, group_advantages
+from steelyard.assembly.advantage import AdvantageCounts, GroupAdvantages, group_advantages
 from steelyard.assembly.batch import build_step_batch, encode_step_batch
 from steelyard.assembly.samples import trace_samples
 from steelyard.clock import Clock
@@ -31,7 +31,7 @@ from steelyard.run.stores import Stores
 from steelyard.run.versions import VersionKeeper
 from steelyard.trainer.client import TrainerClient
 from steelyard.trainer.records import CheckpointRequest, TrainRequest
-from steelyard.types import StepBatch, StepReport, Trace
+from steelyard.types import Score, StepBatch, StepReport, Trace
 
 
 class Assembled(NamedTuple):
@@ -43,9 +43,16 @@ class Assembled(NamedTuple):
     counts: AdvantageCounts
 
 
-def assemble(
-    plan: BatchPlan, traces: Sequence[Trace], *, group_size: int, normalise_by_std: bool, micro_batch_tokens: int
-) -> Assembled:
+def advantages_of(config: Config, scores: Sequence[Score]) -> GroupAdvantages:
+    """Advantages of one group as the configuration wants them."""
+    return group_advantages(
+        scores,
+        normalise_by_std=config.algorithm.normalise_by_std,
+        permutation_seed=config.run.seed if config.algorithm.permute_rewards else None,
+    )
+
+
+def assemble(config: Config, plan: BatchPlan, traces: Sequence[Trace]) -> Assembled:
     """Traces and scores of a plan, joined into the batch of its step. ``traces`` in the order of the members."""
     by_group: dict[str, list[BatchMember]] = defaultdict(list)
     for member in plan.members:
@@ -53,11 +60,11 @@ def assemble(
     counts = AdvantageCounts()
     advantage_of: dict[str, float] = {}
     for group_id in plan.group_ids:
-        group = group_advantages([m.score for m in by_group[group_id]], normalise_by_std=normalise_by_std)
-        counts.add(group, group_size)
+        group = advantages_of(config, [member.score for member in by_group[group_id]])
+        counts.add(group, config.rollout.group_size)
         advantage_of.update(zip(group.attempt_ids, group.advantages, strict=True))
     samples = [sample for trace in traces for sample in trace_samples(trace, advantage_of[trace.attempt_id])]
-    batch = build_step_batch(plan.step, plan.parent_version, samples, micro_batch_tokens)
+    batch = build_step_batch(plan.step, plan.parent_version, samples, config.train.micro_batch_tokens)
     data, digest = encode_step_batch(batch)
     return Assembled(batch, data, digest, counts)
 
@@ -154,15 +161,7 @@ class TrainingLoop:
 
     async def _assemble(self, plan: BatchPlan) -> tuple[Assembled, BatchNumbers]:
         traces = await asyncio.gather(*(self._read(member) for member in plan.members))
-        config = self._config
-        assembled = await asyncio.to_thread(
-            assemble,
-            plan,
-            traces,
-            group_size=config.rollout.group_size,
-            normalise_by_std=config.algorithm.normalise_by_std,
-            micro_batch_tokens=config.train.micro_batch_tokens,
-        )
+        assembled = await asyncio.to_thread(assemble, self._config, plan, traces)
         numbers = batch_numbers(
             plan.members,
             traces,

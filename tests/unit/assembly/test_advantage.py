@@ -85,3 +85,14 @@ def test_counts_add_up_over_groups() -> None:
     counts.add(group_advantages([make_score("att_a", 1.0), make_score("att_b", 1.0)], normalise_by_std=True), 3)
     counts.add(group_advantages([make_score("att_c", 1.0), make_score("att_d", 0.0)], normalise_by_std=True), 2)
     assert counts == AdvantageCounts(num_groups=2, num_no_signal=1, num_scored=4, num_unscored=1)
+
+
+def test_in_the_negative_control_advantages_change_hands_within_the_group_and_none_is_lost() -> None:
+    scores = [make_score(f"att_{index}", float(index)) for index in range(8)]
+    owned = group_advantages(scores, normalise_by_std=True)
+    permuted = group_advantages(scores, normalise_by_std=True, permutation_seed=3)
+    assert permuted.attempt_ids == owned.attempt_ids
+    assert sorted(permuted.advantages) == sorted(owned.advantages)
+    assert permuted.advantages != owned.advantages
+    assert group_advantages(scores, normalise_by_std=True, permutation_seed=3) == permuted
+    assert group_advantages(scores, normalise_by_std=True, permutation_seed=4) != permuted
