@@ -49,13 +49,13 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     test_first: Frac = 0.8
-    habit_line: Frac = 0.2
+    habit_line: Frac = 0.25
     other_line: Frac = 0.1
-    copied_text: Frac = 0.55
+    copied_text: Frac = 0.6
     wrong_text: Frac = 0.05
     damage: Frac = 0.2
     submit_untested: Frac = 0.15
-    give_up: Frac = 0.55
+    give_up: Frac = 0.6
     bad_call: Frac = 0.03
 
 
