@@ -3,6 +3,8 @@
 import asyncio
 import dataclasses
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -436,3 +438,15 @@ def test_versions_are_loaded_and_unloaded_beside_generation() -> None:
         await engine.close()
 
     asyncio.run(main())
+
+
+def test_a_prepared_process_has_its_threads_and_frees_its_imports_from_collection() -> None:
+    script = (
+        "import gc, torch\n"
+        "from steelyard.inference.local_engine import prepare_process\n"
+        "prepare_process(1)\n"
+        "assert torch.get_num_threads() == 1\n"
+        "assert gc.get_freeze_count() > 100_000\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=100)
+    assert result.returncode == 0, result.stderr

@@ -1,12 +1,17 @@
 """Sampling: what is drawn, and what is recorded of it."""
 
+import copy
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 import transformers
 
 from steelyard.errors import EngineError
-from steelyard.inference.model_runner import Draw, check_attention, sample, sample_greedy, uniforms
+from steelyard.inference.model_runner import Draw, check_attention, lay_out_weights, sample, sample_greedy, uniforms
+from steelyard.testing.tiny_model import tiny_module
+from steelyard.testing.versions import MemoryVersions
 
 
 def draw(uniform: list[float], temperature: float = 1.0, top_p: float = 1.0) -> Draw:
@@ -98,6 +103,18 @@ def test_a_token_without_probability_is_never_drawn() -> None:
     logits = torch.tensor([[-np.inf, 0.0, -np.inf, 0.0, -np.inf]])
     for uniform in (0.0, 0.5, 1.0 - 2.0**-48):
         assert sample(logits, draw([uniform])).token_ids[0] in (1, 3)
+
+
+def test_the_order_of_weights_in_memory_changes_no_bit_of_them() -> None:
+    module: Any = tiny_module()
+    laid_out = copy.deepcopy(module)
+    lay_out_weights(laid_out)
+    assert laid_out.model.layers[0].mlp.up_proj.weight.stride() != module.model.layers[0].mlp.up_proj.weight.stride()
+    assert laid_out.lm_head.weight is laid_out.model.embed_tokens.weight, "tied weights stay tied"
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, laid_out.get_parameter(name))
+    loader = MemoryVersions()
+    assert loader.loaded_digest(laid_out) == loader.loaded_digest(module)
 
 
 def test_attention_that_the_cache_does_not_compute_is_refused() -> None:
