@@ -5,7 +5,7 @@ from pathlib import Path
 
 from steelyard.clock import SystemClock
 from steelyard.ids import RandomIds
-from steelyard.inference.local_engine import EngineCore, EngineSettings, LocalEngine
+from steelyard.inference.local_engine import EngineCore, EngineSettings, LocalEngine, prepare_process
 from steelyard.inference.service import serve_engine
 from steelyard.processes.faults import fault_hook
 from steelyard.run.children import run_child
@@ -15,6 +15,7 @@ from steelyard.weights.loader import VersionLoader
 
 async def serve(options: ReplicaOptions, stop: asyncio.Event) -> None:
     """Serve a local engine until ``stop`` is set."""
+    prepare_process(num_threads=1)
     clock = SystemClock()
     loader = VersionLoader()
     settings = EngineSettings(
