@@ -15,6 +15,7 @@ import psutil
 from steelyard.config import SandboxConfig
 from steelyard.environments.base import Services as EnvironmentServices
 from steelyard.environments.repair.environment import make_repair
+from steelyard.environments.repair.generator import make_task
 from steelyard.environments.repair.state import ToolName
 from steelyard.harness.base import Services, WorkerSettings
 from steelyard.harness.worker import HarnessWorker
@@ -35,6 +36,12 @@ from steelyard.types import CallResult, ChatRequest, Lease, Message
 
 SLEEPER, NEXT = "att_0", "att_1"
 SLEEPS = "import time; time.sleep(600)"
+TASK_IDS = [
+    task_id
+    for task_id in (f"repair/train/{index}" for index in range(100))
+    if not make_task(task_id).lines[1].endswith(":")
+]
+"""Tasks whose line 2 is a statement of its own, so that another can stand in its place."""
 
 
 def processes_of(attempt_id: str) -> list[int]:
@@ -91,7 +98,7 @@ class Begun:
 
 
 async def cancel_while_a_tool_sleeps(directory: Path) -> tuple[WatchedLeases, HarnessWorker, int]:
-    leases = WatchedLeases([make_lease(0, "repair/train/0"), make_lease(1, "repair/train/1")])
+    leases = WatchedLeases([make_lease(0, TASK_IDS[0]), make_lease(1, TASK_IDS[1])])
     leases.lost.add(SLEEPER)
     config = SandboxConfig(num_warm=1)
     pool = await open_pool(config, directory)

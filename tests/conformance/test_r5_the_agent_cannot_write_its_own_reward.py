@@ -36,8 +36,13 @@ from steelyard.testing.repair import edit
 from steelyard.testing.scoring import job
 from steelyard.types import ChatRequest, EndReason, Message, Outcome, Score
 
-TASK_ID = "repair/train/5"
+TASK_ID = next(
+    task_id
+    for task_id in (f"repair/train/{index}" for index in range(10_000))
+    if make_task(task_id).template == "factorial" and make_task(task_id).bug_number > 2
+)
 TASK = make_task(TASK_ID)
+ARGUMENT = TASK.lines[0].partition("(")[2].partition(")")[0]
 SANDBOX = SandboxConfig(num_warm=1, call_deadline_s=10.0)
 ENVIRONMENT = make_repair({}, EnvironmentServices(run_function=run_function_calls, call_deadline_s=10.0))
 
@@ -142,7 +147,9 @@ def test_r5_an_honest_repair_is_right_even_after_all_of_that() -> None:
 
 def test_r5_what_the_agent_planted_in_its_sandbox_is_not_there_where_it_is_graded() -> None:
     plant = attack("open('answers.txt', 'w').write('found')")
-    rely_on_it = attack("import math, os; return math.factorial(m) if os.path.exists('answers.txt') else None")
+    rely_on_it = attack(
+        f"import math, os; return math.factorial({ARGUMENT}) if os.path.exists('answers.txt') else None"
+    )
     seen, score = act_and_grade(plant + rely_on_it)
     assert seen[3] == "4 of 4 pass", "the case needs an answer that is right where the agent ran"
     assert (score.outcome, score.value, score.success) == (Outcome.SCORED, 0.0, False)
