@@ -90,8 +90,11 @@ def test_c1_a_run_that_was_killed_and_resumed_skips_no_prompt_and_trains_none_tw
     assert sum(isinstance(event, e.RunResumed) for event in events) == 1
     admitted = [event for event in events if isinstance(event, e.GroupAdmitted)]
     assert [event.stream_position for event in admitted] == list(range(len(admitted)))
-    trained = trained_tasks(events)
-    assert trained == [event.task_id for event in admitted][: len(trained)], "in the order of the stream, without a gap"
-    assert set(Counter(trained).values()) == {1}
+    trained = Counter(trained_tasks(events))
+    dropped = {event.group_id for event in events if isinstance(event, e.GroupDropped)}
+    left = Counter(event.task_id for event in admitted if event.group_id in dropped)
+    # Siblings may be consumed out of order within the lag bound; none is skipped, none is trained twice.
+    assert trained + left == Counter(event.task_id for event in admitted)
+    assert set((trained + left).values()) == {1}
     audit = steelyard("audit", crashed_run.directory)
     assert (audit.returncode, audit.stdout.splitlines()[-1]) == (0, "audit passed")

@@ -1,5 +1,6 @@
-import multiprocessing
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,13 +42,6 @@ def test_what_is_no_run_directory_is_named(tmp_path: Path) -> None:
         existing_directory(str(tmp_path))
 
 
-def _hold_lock(path: Path, ready: "multiprocessing.synchronize.Event") -> None:
-    with RunLock(RunDirectory(path)):
-        ready.set()
-        ready.clear()
-        multiprocessing.Event().wait(60)
-
-
 def test_a_second_run_in_the_same_directory_is_refused_and_names_the_first(tmp_path: Path) -> None:
     with RunLock(RunDirectory(tmp_path)), pytest.raises(RunDirectoryError, match=f"process {os.getpid()}"):  # noqa: SIM117
         with RunLock(RunDirectory(tmp_path)):
@@ -55,12 +49,16 @@ def test_a_second_run_in_the_same_directory_is_refused_and_names_the_first(tmp_p
 
 
 def test_the_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    ready = context.Event()
-    holder = context.Process(target=_hold_lock, args=(tmp_path, ready))
-    holder.start()
-    assert ready.wait(30)
-    holder.kill()
-    holder.join(30)
+    script = (
+        "import sys; from pathlib import Path; from steelyard.run.directory import RunDirectory, RunLock\n"
+        "with RunLock(RunDirectory(Path(sys.argv[1]))): print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(RunDirectoryError, match=f"process {holder.pid}"), RunLock(RunDirectory(tmp_path)):
+            raise AssertionError("two processes hold one lock")
+        holder.kill()
     with RunLock(RunDirectory(tmp_path)):
         assert (tmp_path / "run.lock").read_text() == f"{os.getpid()}\n"
