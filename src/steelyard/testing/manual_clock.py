@@ -13,11 +13,13 @@ class ManualClock:
 
     def __init__(self, now_s: float = 1_000_000.0) -> None:
         self._now_s = now_s
+        self.num_reads = 0
         self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
 
     def now_s(self) -> float:
-        """Seconds since the Unix epoch, as last set."""
+        """Seconds since the Unix epoch, as last set; each look is counted in ``num_reads``."""
+        self.num_reads += 1
         return self._now_s
 
     def advance(self, seconds: float) -> None:
