@@ -29,7 +29,7 @@ from steelyard.observe.rows import (
     of_type,
     read_rows,
 )
-from steelyard.observe.statistics import wilson_interval
+from steelyard.observe.statistics import paired_gain, wilson_interval
 from steelyard.types import Record
 
 ROOT = Path(__file__).parents[1]
@@ -118,6 +118,12 @@ def success(outcome: Outcome, label: EvaluationLabel, mode: EvaluationMode) -> f
     return row.num_success / row.num_tasks
 
 
+def valid_share(outcome: Outcome, mode: EvaluationMode) -> float:
+    """The share of the gain that comes from episodes whose calls were all valid at version 0 too; 0 without a gain."""
+    before, after = (find(outcome, label, mode) for label in (EvaluationLabel.BEFORE, EvaluationLabel.AFTER))
+    return paired_gain(before.solved, before.all_calls_valid, after.solved).valid_share or 0.0
+
+
 def find(outcome: Outcome, label: EvaluationLabel, mode: EvaluationMode) -> EvaluationRow:
     """The row of one evaluation on held-out tasks."""
     return next(
@@ -139,6 +145,8 @@ def figures(outcomes: list[Outcome]) -> dict[str, float]:
     for mode in EvaluationMode:
         found[f"min_mean_after_{mode}"] = statistics.fmean(success(one, after, mode) for one in real)
         found[f"min_each_after_{mode}"] = min(success(one, after, mode) for one in real)
+        shares = [valid_share(one, mode) for one in real]
+        found[f"min_valid_share_of_gain_{mode}"] = min(shares)
         gains = [success(one, after, mode) - success(one, before, mode) for one in controls]
         if gains:
             found[f"max_control_gain_{mode}"] = max(gains)

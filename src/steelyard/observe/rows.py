@@ -159,7 +159,11 @@ class BooksRow(Row, frozen=True, kw_only=True, tag="books"):
 
 
 class EvaluationRow(Row, frozen=True, kw_only=True, tag="evaluation"):
-    """One finished evaluation. ``causes`` counts its failures by cause."""
+    """One finished evaluation. ``causes`` counts its failures by cause.
+
+    ``solved`` and ``all_calls_valid`` hold one character for each task, in the order of the tasks: 1 or 0. With
+    them two evaluations can be compared task by task.
+    """
 
     label: EvaluationLabel
     mode: EvaluationMode
@@ -171,6 +175,8 @@ class EvaluationRow(Row, frozen=True, kw_only=True, tag="evaluation"):
     causes: dict[str, int] = msgspec.field(default_factory=dict)
     mean_turns: float
     mean_tokens: float
+    solved: str = ""
+    all_calls_valid: str = ""
 
 
 AnyRow = StageRow | StepRow | EngineRow | EnvironmentRow | BooksRow | EvaluationRow

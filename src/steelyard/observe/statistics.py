@@ -47,6 +47,38 @@ def wilson_interval(num_success: int, num_trials: int, z: float = Z_95) -> Inter
     return Interval(estimate=estimate, low=low, high=high)
 
 
+class PairedGain(msgspec.Struct, frozen=True, kw_only=True):
+    """What changed between two evaluations of the same tasks, in tasks: solved after less solved before.
+
+    ``where_valid`` counts the tasks in whose episode every call was well formed before too. A gain there is no
+    gain of form: the agent could say what it wanted, and now wants the right thing.
+    """
+
+    total: int
+    where_valid: int
+
+    @property
+    def valid_share(self) -> float | None:
+        """The share of the gain that is no gain of form; None where nothing was gained."""
+        return share(self.where_valid, self.total) if self.total > 0 else None
+
+
+def paired_gain(solved_before: str, valid_before: str, solved_after: str) -> PairedGain:
+    """Compare two evaluations task by task; each text holds a 1 or a 0 for each task, in the same order.
+
+    Raises:
+        ValueError: they are not of the same length.
+    """
+    changes = [
+        (int(after) - int(before), valid == "1")
+        for before, valid, after in zip(solved_before, valid_before, solved_after, strict=True)
+    ]
+    return PairedGain(
+        total=sum(change for change, _ in changes),
+        where_valid=sum(change for change, was_valid in changes if was_valid),
+    )
+
+
 def difference_interval(before: Interval, after: Interval) -> Interval:
     """Interval of the gain from ``before`` to ``after``, from their two Wilson intervals.
 

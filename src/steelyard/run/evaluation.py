@@ -7,6 +7,7 @@
     produces      one metrics row for each version, split and mode
 """
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -122,11 +123,9 @@ class Evaluator:
 
     async def _row(self, series: Series, results: Sequence[EvaluationResult]) -> EvaluationRow:
         causes: Counter[str] = Counter()
-        num_valid = num_success_valid = 0
+        solved = [result.is_success for result in results]
+        valid = [await self._all_calls_valid(result) for result in results]
         for result in results:
-            all_valid = await self._all_calls_valid(result)
-            num_valid += all_valid
-            num_success_valid += all_valid and result.is_success
             if not result.is_success:
                 causes[await self._cause(result)] += 1
         traces = [result.trace for result in results if result.trace is not None]
@@ -136,12 +135,14 @@ class Evaluator:
             mode=series.mode,
             split=series.split,
             num_tasks=len(results),
-            num_success=sum(result.is_success for result in results),
-            num_all_calls_valid=num_valid,
-            num_success_all_calls_valid=num_success_valid,
+            num_success=sum(solved),
+            num_all_calls_valid=sum(valid),
+            num_success_all_calls_valid=sum(map(operator.and_, solved, valid)),
             causes=dict(causes),
             mean_turns=_mean([trace.num_turns for trace in traces]),
             mean_tokens=_mean([trace.num_tokens for trace in traces]),
+            solved=_marks(solved),
+            all_calls_valid=_marks(valid),
         )
 
     async def _all_calls_valid(self, result: EvaluationResult) -> bool:
@@ -156,6 +157,10 @@ class Evaluator:
             return str(result.outcome)
         artifact = await self._stores.artifacts.get(result.artifact_digest)
         return self._environment.failure_cause(result.task_id, artifact, result.trace.end_reason)
+
+
+def _marks(flags: Sequence[bool]) -> str:
+    return "".join("01"[flag] for flag in flags)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
 
-from steelyard.environments.repair.demonstrations import Demonstration, demonstrations, exercises
+from steelyard.environments.repair.demonstrations import Demonstration, demonstrations
+from steelyard.environments.repair.exercises import exercises
 from steelyard.gateway.renderer import Renderer
 from steelyard.processes.channel import Server
 from steelyard.run.children import ChildOptions, run_child

@@ -12,6 +12,7 @@ from steelyard.observe.statistics import (
     difference_interval,
     mean,
     moving_mean,
+    paired_gain,
     quantile,
     share,
     standard_deviation,
@@ -127,3 +128,16 @@ def test_means_shares_and_deviations_of_nothing_are_missing_or_zero() -> None:
     assert mean([]) is None and share(1, 0) is None and share(1, 4) == 0.25
     assert standard_deviation([]) == standard_deviation([3.0]) == 0.0
     assert standard_deviation([1.0, 3.0]) == pytest.approx(math.sqrt(2))
+
+
+def test_a_paired_gain_tells_tasks_that_were_well_formed_before_from_others() -> None:
+    gain = paired_gain(solved_before="0011", valid_before="1010", solved_after="1101")
+    assert (gain.total, gain.where_valid, gain.valid_share) == (1, 0, 0.0)
+    gain = paired_gain(solved_before="0000", valid_before="1110", solved_after="1101")
+    assert (gain.total, gain.where_valid, gain.valid_share) == (3, 2, 2 / 3)
+
+
+def test_a_paired_gain_of_nothing_has_no_share_and_unlike_tasks_are_refused() -> None:
+    assert paired_gain("1", "1", "1").valid_share is None
+    with pytest.raises(ValueError, match="shorter"):
+        paired_gain("10", "11", "1")

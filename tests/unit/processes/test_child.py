@@ -60,10 +60,12 @@ def test_a_child_dies_with_its_parent_even_when_that_is_killed() -> None:
         assert process.stdout.read() == b""
 
 
-def test_threads_are_bounded_and_never_spin() -> None:
-    environment = thread_environment(1)
-    assert environment["OMP_NUM_THREADS"] == "1"
-    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+def test_threads_are_bounded_and_spin_for_a_moment_where_there_are_several() -> None:
+    one, two = thread_environment(1), thread_environment(2)
+    assert (one["OMP_NUM_THREADS"], two["OMP_NUM_THREADS"]) == ("1", "2")
+    assert one["OMP_WAIT_POLICY"] == two["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert one["GOMP_SPINCOUNT"] == "0"
+    assert 0 < int(two["GOMP_SPINCOUNT"]) <= 100_000
 
 
 def test_no_core_means_no_pinning() -> None:

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.environments.repair.demonstrations import Demonstration, Mixture, demonstrations, exercises
+from steelyard.environments.repair.demonstrations import Demonstration, Mixture, demonstrations
+from steelyard.environments.repair.exercises import exercises
 from steelyard.gateway.renderer import PreviousTurn, Renderer
 from steelyard.run.demonstration_tokens import demonstration_text, token_sequence
 from steelyard.testing.tokenizer import write_tokenizer

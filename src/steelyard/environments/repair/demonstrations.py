@@ -1,8 +1,6 @@
 """Scripted, imperfect demonstrations of ``repair``, for the supervised warm-up of a policy from scratch.
 
-Two kinds. *Exercises* are the heart of an attempt alone: the function, and the edit that mends it; they are short,
-so that a policy sees many functions and comes to know what a right one looks like. *Demonstrations* are whole
-attempts with all tools, and imperfect: the demonstrator knows the right function and yet often fails, as a careless
+They are whole attempts with all tools: the demonstrator knows the right function and yet often fails, as a careless
 person would: it suspects the first condition before it has looked, writes a line down as it was, hands in without
 testing, gives up. A policy that imitates it has met all the skills (finding, mending, testing, trying again) and
 succeeds seldom; to choose well among them is left to reinforcement learning. Tool results are those of the real
@@ -60,7 +58,7 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Demonstration(msgspec.Struct, frozen=True, kw_only=True):
-    """One conversation, from the first message to the result of the last call.
+    """One conversation, from the first message to the last call, or to its result.
 
     ``success``: the hidden tests pass, and a whole attempt was submitted.
     """
@@ -79,29 +77,8 @@ def demonstrations(seed: int, mixture: Mixture, max_turns: int = 6) -> Iterator[
         yield demonstrate(task, rng, mixture, max_turns)
 
 
-def exercises(seed: int) -> Iterator[Demonstration]:
-    """Endless exercises, all on tasks of the train split, the same for the same seed."""
-    rng = random.Random(seed_of("exercises", seed))
-    while True:
-        yield exercise(make_task(make_task_id(TRAIN, rng.randrange(1 << 30))))
-
-
-def exercise(task: RepairTask) -> Demonstration:
-    """The function as an agent is shown it, and the edit that mends it; no system message, no tools listed.
-
-    Raises:
-        InputError: the task is not of the train split.
-    """
-    _check_split(task)
-    number = task.bug_number
-    arguments = json.dumps({"number": number, "text": task.right_lines[number - 1].strip()})
-    call = ToolCall(id="call_0", name=ToolName.REPLACE_LINE, arguments=arguments)
-    _, shown = task_messages(task)
-    messages = (shown, Message(role="assistant", tool_calls=(call,)))
-    return Demonstration(task_id=task.task_id, messages=messages, tools=(), success=True)
-
-
-def _check_split(task: RepairTask) -> None:
+def check_trained_on(task: RepairTask) -> None:
+    """Raises ``InputError`` unless the task is of the train split: held-out pairs must not be seen in the warm-up."""
     split, _ = parse_task_id(task.task_id)
     if split != TRAIN:
         raise InputError(f"demonstrations must use the split {TRAIN!r}, got the task {task.task_id}")
@@ -113,7 +90,7 @@ def demonstrate(task: RepairTask, rng: random.Random, mixture: Mixture, max_turn
     Raises:
         InputError: the task is not of the train split; held-out pairs must not be seen in the warm-up.
     """
-    _check_split(task)
+    check_trained_on(task)
     attempt = _Attempt(task, rng, mixture)
     while not attempt.submitted and attempt.turn_index < max_turns:
         attempt.take_turn(is_last=attempt.turn_index == max_turns - 1)

@@ -1,6 +1,6 @@
 """The environment ``repair``."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -75,11 +75,13 @@ class RepairEnvironment:
 
 def task_messages(task: RepairTask) -> tuple[Message, ...]:
     """What the agent is first shown: what the function should return, and its lines, numbered."""
-    lines = [numbered(number, line) for number, line in enumerate(task.lines, start=1)]
-    return (
-        Message(role="system", content=SYSTEM_TEXT),
-        Message(role="user", content="\n".join((task.doc, *lines))),
-    )
+    return (Message(role="system", content=SYSTEM_TEXT), shown_function(task.doc, task.lines))
+
+
+def shown_function(doc: str, lines: Sequence[str]) -> Message:
+    """A function as the agent is shown it."""
+    numbered_lines = [numbered(number, line) for number, line in enumerate(lines, start=1)]
+    return Message(role="user", content="\n".join((doc, *numbered_lines)))
 
 
 def make_repair(options: Mapping[str, Any], services: Services) -> RepairEnvironment:

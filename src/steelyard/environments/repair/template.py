@@ -70,12 +70,17 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
 
     def names(self) -> tuple[str, ...]:
         """The canonical names that occur, sorted."""
-        words = set(_WORD.findall(self.source)) | {name for name, _ in self.args}
+        words = words_in(self.source) | {name for name, _ in self.args}
         return tuple(sorted(words & NAMES.keys()))
 
     def describe(self, words: Mapping[str, str]) -> str:
         """``doc`` with names and constants filled in."""
         return self.doc.format_map(words)
+
+
+def words_in(text: str) -> set[str]:
+    """All words of ``text``: names, keywords, and what is quoted."""
+    return set(_WORD.findall(text))
 
 
 def rename(text: str, words: Mapping[str, str]) -> str:

@@ -13,13 +13,10 @@ from steelyard.environments.repair.demonstrations import (
     Mixture,
     demonstrate,
     demonstrations,
-    exercise,
-    exercises,
     suspected_line,
 )
-from steelyard.environments.repair.environment import make_repair, task_messages
+from steelyard.environments.repair.environment import make_repair
 from steelyard.environments.repair.generator import make_task
-from steelyard.environments.repair.state import PublicTask, RepairState, ReplaceLine
 from steelyard.errors import InputError
 from steelyard.testing.harness import MemorySandbox
 from steelyard.testing.repair import run_in_process
@@ -87,22 +84,8 @@ def test_demonstrations_keep_to_the_pairs_that_are_trained_on() -> None:
         assert task.kind in split_kinds(task.template).train
 
 
-def test_an_exercise_is_the_function_and_the_edit_that_mends_it() -> None:
-    for shown in itertools.islice(exercises(4), 200):
-        task = make_task(shown.task_id)
-        assert task.kind in split_kinds(task.template).train
-        user, answer = shown.messages
-        assert user == task_messages(task)[1]
-        state = RepairState(PublicTask(source=task.source, visible=task.visible))
-        edit = state.decode(answer.tool_calls[0])
-        assert isinstance(edit, ReplaceLine)
-        assert state.replace(task.source, edit)[0] == "\n".join(task.right_lines) + "\n"
-
-
 @pytest.mark.parametrize("task_id", ["repair/heldout/0", "repair/unseen_templates/0"])
 def test_a_task_of_another_split_is_refused(task_id: str) -> None:
-    with pytest.raises(InputError, match="train"):
-        exercise(make_task(task_id))
     with pytest.raises(InputError, match="train"):
         demonstrate(make_task(task_id), random.Random(0), Mixture())
 
