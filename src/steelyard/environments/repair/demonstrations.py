@@ -49,7 +49,7 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     test_first: Frac = 0.8
     habit_line: Frac = 0.25
     other_line: Frac = 0.1
-    copied_text: Frac = 0.7
+    copied_text: Frac = 0.75
     wrong_text: Frac = 0.05
     damage: Frac = 0.2
     submit_untested: Frac = 0.15

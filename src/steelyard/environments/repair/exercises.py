@@ -2,9 +2,9 @@
 
 An exercise is a function with one wrong line and the edit that mends it. Exercises are short, so that a policy sees
 many functions and comes to know what a right one looks like. In some the wrong line is a bug of a trained pair of
-template and mutation; in others it is a *foreign line*, taken from another function. Those teach to compare every
-line with what it should be, not only to know the bugs that the trained pairs have, and so to find bugs never seen.
-A foreign line is never what a held-out mutation would have made of that line.
+template and mutation; in others it is a *foreign line*, taken from another function, or has a *foreign number*. Those
+teach to compare every line with what it should be, not only to know the bugs that the trained pairs have, and so to
+find bugs never seen. A foreign line is never what a held-out mutation would have made of that line.
 """
 
 import json
@@ -22,6 +22,8 @@ from steelyard.types import Message, ToolCall
 
 FOREIGN_FRAC = 0.5
 """Share of the exercises whose wrong line is a foreign one."""
+_NUMBER_FRAC = 0.5
+"""Share of the foreign lines that differ in a digit alone, where the line has one."""
 _NUM_DRAWS = 24
 _HEADS = ("if ", "while ", "for ", "return ", "else", "elif ")
 
@@ -77,7 +79,13 @@ def _foreign_line(task: RepairTask, number: int, rng: random.Random) -> str:
     held_out = split_kinds(variant.template.name).held_out
     banned = {right, *(one.text for one in variant.mutants if one.number == number and one.kind in held_out)}
     known = set(variant.template.names())
+    digits = [position for position, letter in enumerate(right) if letter.isdigit()]
     found = right
+    if digits and rng.random() < _NUMBER_FRAC:
+        while found in banned:
+            position = digits[rng.randrange(len(digits))]
+            found = right[:position] + str(rng.randrange(10)) + right[position + 1 :]
+        return found
     while found in banned:
         for _ in range(_NUM_DRAWS):
             template = SEEN_TEMPLATES[rng.randrange(len(SEEN_TEMPLATES))]

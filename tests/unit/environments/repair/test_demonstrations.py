@@ -63,7 +63,7 @@ def test_a_perfect_demonstrator_tests_mends_tests_and_submits() -> None:
 
 def test_the_demonstrator_fails_often_and_succeeds_often() -> None:
     successes = sum(demonstration.success for demonstration in SAMPLE)
-    assert 0.2 * len(SAMPLE) < successes < 0.8 * len(SAMPLE)
+    assert 0.15 * len(SAMPLE) < successes < 0.8 * len(SAMPLE)
 
 
 def test_all_skills_and_all_faults_are_shown() -> None:
