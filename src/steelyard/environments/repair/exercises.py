@@ -72,20 +72,30 @@ def _mended(task: RepairTask, shown: Message, number: int) -> Demonstration:
 
 
 def _foreign_line(task: RepairTask, number: int, rng: random.Random) -> str:
-    """A line of another function in canonical names, of the same form and with known names where one is drawn."""
+    """What stands in place of a line, in canonical names: a line from elsewhere, or the line with another digit."""
     variant = task.variant
     right = variant.lines[number - 1]
-    indentation = right[: len(right) - len(right.lstrip())]
     held_out = split_kinds(variant.template.name).held_out
     banned = {right, *(one.text for one in variant.mutants if one.number == number and one.kind in held_out)}
-    known = set(variant.template.names())
+    has_digit = any(map(str.isdigit, right))
+    if has_digit and rng.random() < _NUMBER_FRAC:
+        return _with_other_digit(right, banned, rng)
+    return _from_elsewhere(right, banned, set(variant.template.names()), rng)
+
+
+def _with_other_digit(right: str, banned: set[str], rng: random.Random) -> str:
     digits = [position for position, letter in enumerate(right) if letter.isdigit()]
     found = right
-    if digits and rng.random() < _NUMBER_FRAC:
-        while found in banned:
-            position = digits[rng.randrange(len(digits))]
-            found = right[:position] + str(rng.randrange(10)) + right[position + 1 :]
-        return found
+    while found in banned:
+        position = digits[rng.randrange(len(digits))]
+        found = right[:position] + str(rng.randrange(10)) + right[position + 1 :]
+    return found
+
+
+def _from_elsewhere(right: str, banned: set[str], known: set[str], rng: random.Random) -> str:
+    """A line of another function; of the same form and with known names, where one of some draws is so."""
+    indentation = right[: len(right) - len(right.lstrip())]
+    found = right
     while found in banned:
         for _ in range(_NUM_DRAWS):
             template = SEEN_TEMPLATES[rng.randrange(len(SEEN_TEMPLATES))]
