@@ -20,6 +20,8 @@ from steelyard.processes.channel import Client
 
 _PR_SET_PDEATHSIG = 1
 _LOG_TAIL_BYTES = 4096
+_SPIN_COUNT = 10_000
+"""Turns of the OpenMP library's waiting loop before a thread that waits goes to sleep."""
 _KEEP_FREED_MEMORY = ":".join(
     (
         "glibc.malloc.mmap_threshold=33554432",
@@ -41,10 +43,6 @@ def die_with_parent(parent_pid: int) -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
-
-
-_SPIN_COUNT = 10_000
-"""Turns of the OpenMP library's waiting loop, some 20 microseconds, before a thread that waits goes to sleep."""
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The quick policy: a small decoder made from nothing in about a minute on two cores.
+"""The quick policy: a small decoder made from nothing in under two minutes on two cores.
 
 ::
 
