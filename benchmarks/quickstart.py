@@ -91,7 +91,10 @@ def watch(command: list[str]) -> int:
             except subprocess.TimeoutExpired:
                 peak = max(peak, tree_pss_bytes(process.pid))
                 if time.perf_counter() > deadline_s:
-                    process.terminate()
+                    process.kill()  # its children die with it
+                    raise SystemExit(
+                        f"a run must end within {RUN_DEADLINE_S:.0f} s, this did not: {' '.join(command)}"
+                    ) from None
     if code:
         raise SystemExit(f"the run ended with exit code {code}: {' '.join(command)}")
     return peak
