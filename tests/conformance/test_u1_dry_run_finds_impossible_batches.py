@@ -22,7 +22,7 @@ RUN_AND_LIST_MODULES = """
 import sys
 from steelyard.cli.main import main
 code = main(sys.argv[1:])
-print(sorted({"torch", "transformers", "safetensors", "matplotlib"} & set(sys.modules)))
+print(sorted({"torch", "transformers", "safetensors"} & set(sys.modules)))
 sys.exit(code)
 """
 
