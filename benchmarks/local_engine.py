@@ -267,7 +267,7 @@ class Setting:
         environment = {**os.environ, **thread_environment(self.num_threads)}
         if self.spins:
             environment["OMP_WAIT_POLICY"] = "ACTIVE"
-            del environment["KMP_BLOCKTIME"]
+            del environment["KMP_BLOCKTIME"], environment["GOMP_SPINCOUNT"]
         return environment
 
     def __str__(self) -> str:
