@@ -7,9 +7,13 @@
               and 40 generated tokens                                generate in batches of 64, called once a turn
 
 Fair terms: one random-weight decoder of 3.3M parameters for all; greedy, and the tokens compared; every measurement in
-a fresh process with the thread setting that is best for ``generate``, after a warm-up; sides take turns (A B A B ...),
-each ratio is of one turn, and medians are of ratios. ``generate`` and the bare loop use a static cache. The engine is
-the one that serves a run: loaded from a published version with its proof, asked through its asynchronous front.
+fresh processes with the number of threads that is best for ``generate``, after a warm-up; sides take turns (A B A B
+...), each ratio is of one turn, and medians are of ratios. ``generate`` and the bare loop use a static cache.
+
+The engine takes its threads as a run does: where it has two, these are two replica processes of one thread, each on a
+core of its own, which together run the same 64 requests at once behind the router. It is the engine that serves a run:
+loaded from a published version with its proof, asked through the router and over sockets. Printed beside it, and not
+compared with a floor, is one engine that has all threads, in the process that asks it.
 
     python benchmarks/local_engine.py            3 turns
     python benchmarks/local_engine.py --check    the same; exit code 1 below the floors of floors.toml
@@ -38,8 +42,12 @@ import transformers
 
 from steelyard.clock import SystemClock
 from steelyard.ids import SeededIds
+from steelyard.inference.client import ClientDeadlines, EngineClient
 from steelyard.inference.local_engine import EngineCore, EngineSettings, LocalEngine, prepare_process
+from steelyard.inference.router import Router
 from steelyard.processes.child import thread_environment
+from steelyard.run.children import start_child
+from steelyard.run.replica_options import ReplicaOptions
 from steelyard.testing.tokenizer import write_tokenizer
 from steelyard.types import GenerateRequest, Sampling
 from steelyard.weights.loader import VersionLoader
@@ -49,6 +57,7 @@ FLOORS = Path(__file__).parent / "floors.toml"
 BATCH = 64
 VOCAB_SIZE = 1024
 TIE = 1e-4
+START_DEADLINE_S, STOP_DEADLINE_S, SIDE_DEADLINE_S = 60.0, 10.0, 600.0
 
 Tokens = list[int]
 
@@ -134,27 +143,71 @@ def plain_module(directory: Path) -> Any:
 
 
 def run_engine(directory: Path, jobs: list[Job]) -> Outcome:
-    """All jobs through the asynchronous front of a local engine."""
-    return asyncio.run(serve_jobs(directory, jobs))
+    """All jobs through the router over one replica process for each thread, as a run serves them."""
+    return asyncio.run(serve_by_replicas(directory, jobs, torch.get_num_threads()))
 
 
-async def serve_jobs(directory: Path, jobs: list[Job]) -> Outcome:
-    """Load, warm up, then give the engine all jobs at once."""
+async def serve_by_replicas(directory: Path, jobs: list[Job], num_replicas: int) -> Outcome:
+    """Start replicas, each on a core of its own with one thread; ``BATCH`` requests run at once over all of them."""
+    clock = SystemClock()
+    with tempfile.TemporaryDirectory() as sockets:
+        options = [
+            ReplicaOptions(
+                name=f"replica-{index}",
+                socket_path=f"{sockets}/{index}.sock",
+                parent_pid=os.getpid(),
+                core=index,
+                max_running=BATCH // num_replicas,
+                row_tokens=EngineSettings.row_tokens,
+                kv_tokens=EngineSettings.kv_tokens // num_replicas,
+                prefill_chunk_tokens=EngineSettings.prefill_chunk_tokens,
+                max_versions=EngineSettings.max_versions,
+                probe_tolerance=EngineSettings.probe_tolerance,
+            )
+            for index in range(num_replicas)
+        ]
+        children, engines = [], {}
+        try:
+            for option in options:
+                child = await start_child("steelyard.run.replica_process", option, log_folder=Path(sockets))
+                children.append(child)
+                client = await child.connect(Path(option.socket_path), START_DEADLINE_S)
+                engines[option.name] = EngineClient(client, clock, ClientDeadlines())
+            router = Router(engines)
+            for replica in router.replicas.values():
+                await replica.load(str(directory / "weights" / "v000000"), 0)
+            return await measure(router, jobs)
+        finally:
+            await asyncio.gather(*(child.stop(STOP_DEADLINE_S) for child in children))
+
+
+def run_in_process(directory: Path, jobs: list[Job]) -> Outcome:
+    """All jobs through one engine with all threads, in the process that asks."""
+    return asyncio.run(serve_in_process(directory, jobs))
+
+
+async def serve_in_process(directory: Path, jobs: list[Job]) -> Outcome:
+    """The engine's asynchronous front, without another process."""
     clock, loader = SystemClock(), VersionLoader()
     settings = EngineSettings(max_running=BATCH)
     core = EngineCore(settings, loader, replica_id="rep_bench", clock=clock, ids=SeededIds(0))
     engine = LocalEngine(core, loader, clock)
     try:
         await engine.load(str(directory / "weights" / "v000000"), 0)
-        await asyncio.gather(*(converse(engine, f"warm_{index}", job) for index, job in enumerate(warm_up(jobs))))
-        started_s = time.perf_counter()
-        generated = await asyncio.gather(*(converse(engine, f"job_{index}", job) for index, job in enumerate(jobs)))
-        return Outcome(num_useful(jobs) / (time.perf_counter() - started_s), list(generated))
+        return await measure(engine, jobs)
     finally:
         await engine.close()
 
 
-async def converse(engine: LocalEngine, name: str, job: Job) -> list[Tokens]:
+async def measure(engine: Router | LocalEngine, jobs: list[Job]) -> Outcome:
+    """Warm up, then hand over all jobs at once."""
+    await asyncio.gather(*(converse(engine, f"warm_{index}", job) for index, job in enumerate(warm_up(jobs))))
+    started_s = time.perf_counter()
+    generated = await asyncio.gather(*(converse(engine, f"job_{index}", job) for index, job in enumerate(jobs)))
+    return Outcome(num_useful(jobs) / (time.perf_counter() - started_s), list(generated))
+
+
+async def converse(engine: Router | LocalEngine, name: str, job: Job) -> list[Tokens]:
     """All turns of a job, one after the other; then its KV may go."""
     context: tuple[int, ...] = ()
     generated: list[Tokens] = []
@@ -168,7 +221,7 @@ async def converse(engine: LocalEngine, name: str, job: Job) -> list[Tokens]:
             prompt_token_ids=context,
             sampling=Sampling(temperature=0.0, max_tokens=num_tokens),
             stop_token_ids=(),
-            deadline_at_s=1e12,
+            deadline_at_s=SystemClock().now_s() + SIDE_DEADLINE_S,
         )
         result = await engine.generate(request)
         generated.append(list(result.token_ids))
@@ -237,6 +290,7 @@ def bare_loop(module: Any, jobs: list[Job]) -> list[list[Tokens]]:
 
 SIDES: dict[str, Callable[[Path, list[Job]], Outcome]] = {
     "engine": run_engine,
+    "in_process": run_in_process,
     "generate": run_generate,
     "bare": run_bare,
 }
@@ -293,7 +347,7 @@ class Bench:
             sys.executable, __file__, "--side", side, "--load", load, "--jobs", str(quick if self.is_quick else full),
             "--threads", str(used.num_threads), "--directory", str(self.directory), "--output", str(output),
         ]  # fmt: skip
-        subprocess.run(command, env=used.environment(), check=True, timeout=600)
+        subprocess.run(command, env=used.environment(), check=True, timeout=SIDE_DEADLINE_S)
         found = json.loads(output.read_bytes())
         return Outcome(found["tokens_per_s"], found["generated"])
 
@@ -317,6 +371,9 @@ class Bench:
             print(f"{load:10}{speeds} tokens/s")
             ratios.append([outcomes["engine"].tokens_per_s / outcomes[other].tokens_per_s for other in others])
             self.num_ties += count_ties(self.directory, load, outcomes["engine"], outcomes["generate"])
+            if self.setting.num_threads > 1:
+                alone = self.measure("in_process", load).tokens_per_s
+                print(f"{'':10}one engine with all threads {alone:,.0f} tokens/s, not judged")
         return [statistics.median(column) for column in zip(*ratios, strict=True)]
 
 
@@ -382,7 +439,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.side is not None:
         torch.set_num_threads(arguments.threads)
-        if arguments.side == "engine":
+        if arguments.side == "in_process":
             # What a replica's process does before it serves.
             prepare_process(arguments.threads)
         build, _, _ = LOADS[arguments.load]

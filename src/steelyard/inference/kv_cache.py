@@ -26,7 +26,7 @@ ATTENTION_NAME = "steelyard_cached"
 
 # Queries are cut into pieces of this many tokens: each piece reads only the keys up to its end, which saves
 # most of the masked half of the square without many calls.
-_PIECE_TOKENS = 128
+_PIECE_TOKENS = 32
 
 # Reading this many more tokens of one layer takes about as long as one more attention call.
 _CUT_TOKENS = 1024

@@ -283,7 +283,7 @@ class LocalEngine:
     async def load(self, version_dir: str, version: int) -> LoadProof:
         """See :meth:`steelyard.inference.engine.Engine.load`. Reading goes on beside generation."""
         started_s = self._clock.now_s()
-        loaded = await asyncio.to_thread(self._loader.load, version_dir)
+        loaded = await asyncio.to_thread(self._read, version_dir)
         return await self._in_thread(lambda: self._core.install(loaded, version, started_s), f"version {version}")
 
     async def unload(self, version: int) -> None:
@@ -333,6 +333,17 @@ class LocalEngine:
         self._wake.set()
         await asyncio.to_thread(self._thread.join, self._core.settings.answer_deadline_s)
 
+    def _read(self, version_dir: str) -> LoadedVersion:
+        """Read a version, in a thread of its own that uses no others.
+
+        The OpenMP library keeps a pool for each thread that computes with several. With the engine's thread a second
+        one would make more threads than cores, and then GNU's library stops spinning in all of them: each of the
+        hundreds of parallel loops in a forward pass would put its threads to sleep and wake them again, which was
+        seen to make two threads slower than one.
+        """
+        torch.set_num_threads(1)
+        return self._loader.load(version_dir)
+
     # --- event loop side --------------------------------------------------------------------------
 
     async def _in_thread(self, work: Callable[[], T], what: str) -> T:
@@ -367,8 +378,10 @@ class LocalEngine:
     # --- engine thread side -----------------------------------------------------------------------
 
     def _run(self) -> None:
-        # The number of threads is set for each thread that calls the math library, not for the process.
+        # The number of threads is set for each thread that calls the math library, not for the process. A thread that
+        # has not asked for it yet takes over, at its first computation, what another thread has set meanwhile.
         torch.set_num_threads(self._num_threads)
+        torch.get_num_threads()
         try:
             while not self._is_closed:
                 self._turn()

@@ -450,3 +450,47 @@ def test_a_prepared_process_has_its_threads_and_frees_its_imports_from_collectio
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=100)
     assert result.returncode == 0, result.stderr
+
+
+THREADS_SCRIPT = """
+import asyncio, torch
+from steelyard.clock import SystemClock
+from steelyard.ids import SeededIds
+from steelyard.inference.local_engine import EngineCore, EngineSettings, LocalEngine, prepare_process
+from steelyard.testing.tiny_model import tiny_module
+from steelyard.testing.versions import MemoryVersions
+
+class Watched(MemoryVersions):
+    reading, proving = [], []
+
+    def load(self, version_dir):
+        self.reading.append(torch.get_num_threads())
+        return super().load(version_dir)
+
+    def loaded_digest(self, module):
+        self.proving.append(torch.get_num_threads())
+        return super().loaded_digest(module)
+
+async def main():
+    prepare_process(2)
+    clock = SystemClock()
+    loader = Watched()
+    names = [loader.put(version, tiny_module(version)) for version in (1, 2)]
+    loader.proving.clear()
+    sizes = EngineSettings(max_running=8, row_tokens=128, kv_tokens=2048)
+    core = EngineCore(sizes, loader, replica_id="rep_tiny", clock=clock, ids=SeededIds(0))
+    engine = LocalEngine(core, loader, clock)
+    for version, name in enumerate(names, 1):
+        await engine.load(name, version)
+    await engine.close()
+    assert loader.reading == [1, 1], loader.reading
+    assert loader.proving == [2, 2], loader.proving
+
+asyncio.run(main())
+"""
+
+
+def test_only_the_thread_that_computes_uses_several_threads() -> None:
+    command = [sys.executable, "-c", THREADS_SCRIPT]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert result.returncode == 0, result.stderr
