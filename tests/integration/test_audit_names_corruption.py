@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from steelyard.cli.main import EXIT_CHECK_FAILED, EXIT_DONE, main
+from steelyard.cli.main import EXIT_BAD_INPUT, EXIT_CHECK_FAILED, EXIT_DONE, main
 from steelyard.coordinator.audit import INVARIANTS
 from steelyard.testing.forgery import Event, ForgedRun, flip_byte, swap
 from steelyard.testing.small_runs import steelyard, write_small_config
@@ -43,9 +43,9 @@ def run(finished: Path, tmp_path: Path) -> ForgedRun:
     return ForgedRun(tmp_path / "run")
 
 
-def audit(run: ForgedRun, capsys: pytest.CaptureFixture[str]) -> tuple[int, set[str]]:
+def audit(run: ForgedRun, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, set[str]]:
     """Exit code, and the invariants that the command says are broken."""
-    code = main(["audit", str(run.path)])
+    code = main(["audit", str(run.path), *options])
     lines = capsys.readouterr().out.splitlines()
     return code, {line.split()[0] for line in lines if " BROKEN " in line}
 
@@ -376,3 +376,28 @@ def test_a_careful_rewriting_that_changes_nothing_passes(run: ForgedRun, capsys:
 
 def test_every_invariant_is_broken_by_some_case() -> None:
     assert {case.named for case in CASES} == set(INVARIANTS)
+
+
+# --- what no digest can show --------------------------------------------------------------------------
+
+
+def test_the_run_itself_passes_deeply(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert audit(ForgedRun(finished), capsys, "--deep") == (EXIT_DONE, set())
+
+
+def test_a_log_probability_forged_everywhere_is_found_by_running_the_weights_again(
+    run: ForgedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = max(event["version"] for event in run.events() if event["kind"] == "VERSION_PUBLISHED")
+    evaluated = [event["attempt_id"] for event in run.events() if event["kind"] == "LEASED"]
+    trace = next(t for t in map(run.trace, reversed(evaluated)) if t.turns[0].version_spans[0].version == newest)
+    first = trace.turns[0]
+    changed = replace(first, logprobs=(first.logprobs[0] - 0.01, *first.logprobs[1:]))
+    run.put_trace(replace(trace, turns=(changed, *trace.turns[1:])), is_journalled=True)
+    assert audit(run, capsys) == (EXIT_DONE, set())
+    assert audit(run, capsys, "--deep") == (EXIT_CHECK_FAILED, {"logprobs_recomputed"})
+
+
+def test_a_sample_of_no_attempts_is_refused(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(finished), "--deep", "--attempts", "0"]) == EXIT_BAD_INPUT
+    assert "--attempts must be >= 1, got 0" in capsys.readouterr().err

@@ -5,6 +5,7 @@ counter-example. Nothing here trusts the coordinator's memory: the journal is re
 artifact and weight file is read and hashed again.
 """
 
+from steelyard.coordinator import audit_deep
 from steelyard.coordinator.audit_batches import check_batches
 from steelyard.coordinator.audit_books import check_books
 from steelyard.coordinator.audit_evidence import AuditStores, Findings, gather
@@ -78,13 +79,17 @@ class AuditReport(Record, frozen=True, kw_only=True):
         return tuple(lines)
 
 
-def audit(stores: AuditStores) -> AuditReport:
+def audit(stores: AuditStores, deep: audit_deep.DeepAudit | None = None) -> AuditReport:
     """Check every invariant; a broken one does not keep the others from being checked.
+
+    Args:
+        deep: where given, kept weights are run again over a sample of what was recorded.
 
     Raises:
         IntegrityError: the journal cannot be opened at all.
     """
-    findings = Findings(INVARIANTS)
+    invariants = INVARIANTS if deep is None else {**INVARIANTS, audit_deep.INVARIANT: audit_deep.STATEMENT}
+    findings = Findings(invariants)
     events = read_events(stores.journal, findings)
     state = replay(events, findings)
     facts = gather(events)
@@ -96,6 +101,8 @@ def audit(stores: AuditStores) -> AuditReport:
     check_scores(stores, facts, findings)
     check_batches(stores, facts, findings)
     check_books(stores, facts, state, findings)
+    if deep is not None:
+        audit_deep.check_recomputed(stores, facts, deep, findings)
     return AuditReport(
         invariants=tuple(
             InvariantReport(
@@ -105,6 +112,6 @@ def audit(stores: AuditStores) -> AuditReport:
                 num_broken=findings.num_broken[name],
                 counter_example=findings.examples.get(name),
             )
-            for name, statement in INVARIANTS.items()
+            for name, statement in invariants.items()
         )
     )

@@ -1,5 +1,6 @@
 """The real stores behind ``audit``: every file is read and hashed again, nothing is trusted."""
 
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -8,11 +9,13 @@ import msgspec
 from steelyard import config_file
 from steelyard.config import Config
 from steelyard.coordinator.audit import AuditReport, audit
+from steelyard.coordinator.audit_deep import DeepAudit
 from steelyard.coordinator.audit_evidence import AdvantageFunction, AuditStores, StoredVersion
 from steelyard.coordinator.journal.sqlite import SqliteJournalReader
 from steelyard.digests import digest_bytes, digest_file
 from steelyard.errors import IntegrityError
 from steelyard.run.directory import RunDirectory
+from steelyard.run.recomputing import recomputing
 from steelyard.run.training import advantages_of
 from steelyard.traces.ledger import read_ledger
 from steelyard.traces.sealed import SealedTraces
@@ -29,8 +32,29 @@ def audit_run(directory: RunDirectory) -> AuditReport:
     Raises:
         IntegrityError: the journal cannot be opened at all.
     """
+    return audit(_stores(directory, config_file.load(directory.config)))
+
+
+def audit_run_deeply(directory: RunDirectory, *, seed: int, num_attempts: int) -> AuditReport:
+    """As ``audit_run``, and run the kept weights again over ``num_attempts`` attempts of each version.
+
+    Raises:
+        IntegrityError: the journal cannot be opened at all.
+        ProcessDied, DeadlineExceeded: the process that computes does not come up, or ends.
+    """
     config = config_file.load(directory.config)
-    stores = AuditStores(
+    with recomputing(config, directory) as recompute:
+        deep = DeepAudit(
+            recompute=recompute,
+            rng=random.Random(seed),
+            num_attempts=num_attempts,
+            tolerance=config.inference.probe_tolerance,
+        )
+        return audit(_stores(directory, config), deep)
+
+
+def _stores(directory: RunDirectory, config: Config) -> AuditStores:
+    return AuditStores(
         journal=SqliteJournalReader(directory.journal),
         traces=_Traces(directory.traces),
         batches=_Batches(directory.batches),
@@ -40,7 +64,6 @@ def audit_run(directory: RunDirectory) -> AuditReport:
         recorded=read_ledger(directory.traces / "recorded.log"),
         advantages=_advantages(config),
     )
-    return audit(stores)
 
 
 def _advantages(config: Config) -> AdvantageFunction:

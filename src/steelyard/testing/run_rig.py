@@ -15,6 +15,7 @@ from steelyard.assembly.advantage import group_advantages
 from steelyard.assembly.batch import build_step_batch, encode_step_batch
 from steelyard.assembly.samples import trace_samples
 from steelyard.coordinator.audit import AuditReport, audit
+from steelyard.coordinator.audit_deep import DeepAudit
 from steelyard.coordinator.audit_evidence import AuditStores, StoredVersion
 from steelyard.coordinator.events import Rules
 from steelyard.coordinator.journal.base import Journal
@@ -276,7 +277,7 @@ class RunRig:
         ]
         return build_step_batch(plan.step, plan.parent_version, samples, 4096)
 
-    def audit(self) -> AuditReport:
+    def audit(self, deep: DeepAudit | None = None) -> AuditReport:
         """Audit journal and stores as they are."""
         stores = self.stores
         return audit(
@@ -289,7 +290,8 @@ class RunRig:
                 checkpoints=stores.checkpoints,
                 recorded=stores.recorded,
                 advantages=grpo_advantages,
-            )
+            ),
+            deep,
         )
 
     def _sample(self, lease: Lease, num_tokens: int | None) -> Trace:
