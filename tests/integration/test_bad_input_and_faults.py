@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -156,6 +158,53 @@ def test_ctrl_c_while_the_processes_start_ends_them(tmp_path: Path, policy: Path
     with Foreground(command("train", config), tmp_path / "stderr") as running:
         running.wait_for("] start")
         interrupted(running, run, is_whole_group=is_whole_group)
+
+
+@pytest.mark.timeout(120)
+def test_a_polite_kill_ends_the_run_as_ctrl_c_does(tmp_path: Path, policy: Path) -> None:
+    run = tmp_path / "run"
+    config = write_small_config(tmp_path, policy, run={"dir": str(run)}, train={"max_steps": ENDLESS})
+    with Foreground(command("train", config), tmp_path / "stderr") as running:
+        running.wait_for(f"step 1/{ENDLESS}")
+        running.send(signal.SIGTERM)
+        assert running.wait(STOP_DEADLINE_S) == EXIT_INTERRUPTED, running.stderr
+        assert running.stderr == f"interrupted; to go on, type: steelyard train --resume {run}\n"
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_again_and_again_still_ends_all_and_says_how_to_go_on(tmp_path: Path, policy: Path) -> None:
+    run = tmp_path / "run"
+    config = write_small_config(tmp_path, policy, run={"dir": str(run)}, train={"max_steps": ENDLESS})
+    with Foreground(command("train", config), tmp_path / "stderr") as running:
+        running.wait_for(f"step 1/{ENDLESS}")
+        for _ in range(3):
+            running.interrupt(is_whole_group=True)
+        assert running.wait(STOP_DEADLINE_S) == EXIT_INTERRUPTED, running.stderr
+        assert "Traceback" not in running.stderr
+        assert f"interrupted; to go on, type: steelyard train --resume {run}\n" in running.stderr
+
+
+@pytest.mark.timeout(300)
+def test_what_a_killed_run_left_on_the_disk_is_cleared_when_it_goes_on(tmp_path: Path, policy: Path) -> None:
+    run = tmp_path / "run"
+    config = write_small_config(
+        tmp_path, policy, run={"dir": str(run)}, train={"max_steps": ENDLESS}, sandbox={"kind": "process"}
+    )
+    # Short, for the sake of the sockets' paths.
+    with tempfile.TemporaryDirectory(prefix="t") as name:
+        temporary = Path(name)
+        variables = {"TMPDIR": name}
+        with Foreground(command("train", config), tmp_path / "stderr", variables=variables) as running:
+            running.wait_for(f"step 1/{ENDLESS}")
+            running.send(signal.SIGKILL)
+            running.wait(STOP_DEADLINE_S)
+        assert left_running(STOP_DEADLINE_S) == []
+        assert list(temporary.glob("steelyard-*"))
+        end_after_two_more_steps(run)
+        with Foreground(command("train", "--resume", run), tmp_path / "again", variables=variables) as running:
+            assert running.wait(RUN_DEADLINE_S) == EXIT_DONE, running.stderr
+        assert list(temporary.glob("steelyard-*")) == []
+        assert list((run / "sandboxes").rglob("*.json")) == []
 
 
 @pytest.mark.timeout(120)

@@ -11,7 +11,6 @@ The end or failure of any loop ends all; what the journal holds is then what cou
 """
 
 import asyncio
-import tempfile
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,10 +42,12 @@ from steelyard.run.news import News
 from steelyard.run.processes import Children, stopping
 from steelyard.run.recovery import replay, starting_point, sweep
 from steelyard.run.rollouts import RolloutSide
+from steelyard.run.scratch import scratch_folder
 from steelyard.run.stores import Stores
 from steelyard.run.training import TrainingLoop
 from steelyard.run.versions import VersionKeeper
 from steelyard.sandbox.function_calls import run_function_calls
+from steelyard.sandbox.registry import end_abandoned_sandboxes
 from steelyard.tasks.sampler import ShuffledStream
 from steelyard.trainer.client import TrainerClient
 
@@ -121,8 +122,10 @@ async def _lay_foundation(context: RunContext, stack: AsyncExitStack) -> Foundat
         counters=context.news.counters,
     )
     stack.push_async_callback(coordinator.close)
-    folder = tempfile.TemporaryDirectory(prefix="steelyard-", ignore_cleanup_errors=True)
-    sockets = Path(stack.enter_context(folder))
+    sockets = stack.enter_context(scratch_folder())
+    await asyncio.to_thread(end_abandoned_sandboxes, directory.sandboxes)
+    # At the end too: graders are killed, for a stuck one would not listen, and cannot tidy up themselves.
+    stack.push_async_callback(asyncio.to_thread, end_abandoned_sandboxes, directory.sandboxes)
     children = await stack.enter_async_context(stopping(Children(config, directory, sockets, clock, context.fault)))
     return Foundation(clock, ids, stores, environment, coordinator, recorder, children)
 

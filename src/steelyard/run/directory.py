@@ -70,6 +70,11 @@ class RunDirectory:
         return self.path / "logs"
 
     @property
+    def sandboxes(self) -> Path:
+        """Notes of the processes that carry sandboxes, in a folder for each owner."""
+        return self.path / "sandboxes"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 

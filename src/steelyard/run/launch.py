@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import os
 import platform
+import signal
 import sys
-import tempfile
 from collections import deque
 from pathlib import Path
 from typing import TextIO
@@ -33,6 +33,7 @@ from steelyard.run.directory import RunDirectory, RunLock, existing_directory, n
 from steelyard.run.evaluation import num_planned
 from steelyard.run.news import News
 from steelyard.run.policy import check_policy, prepare_policy
+from steelyard.run.scratch import scratch_folder
 from steelyard.sandbox.function_calls import run_function_calls
 from steelyard.trainer.quick_recipe import WarmUpProgress
 
@@ -133,6 +134,8 @@ def _run_with_news(config: Config, directory: RunDirectory, cache_dir: Path, fau
 
 
 async def _run(config: Config, directory: RunDirectory, cache_dir: Path, news: News, fault: FaultPlan | None) -> None:
+    # A polite kill (a batch system, a container that stops) ends the run as Ctrl-C does.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
     context = RunContext(
         config=config,
         directory=directory,
@@ -155,8 +158,8 @@ async def _policy_dir(config: Config, directory: RunDirectory, cache_dir: Path, 
                 StageName.PREPARE_POLICY, f"step {progress.step} of {progress.num_steps}, loss {progress.loss:.2f}"
             )
 
-    with tempfile.TemporaryDirectory(prefix="steelyard-", ignore_cleanup_errors=True) as folder:
-        return await prepare_policy(config, cache_dir, Path(folder), os.getpid(), on_progress)
+    with scratch_folder() as folder:
+        return await prepare_policy(config, cache_dir, folder, os.getpid(), on_progress)
 
 
 def make_report(config: Config, directory: RunDirectory, now_s: float) -> None:

@@ -130,7 +130,7 @@ class Children:
             environment=config.environment.kind,
             environment_options=config.environment.options,
             sandbox=config.sandbox,
-            registry_dir=str(self.sockets / f"sandboxes-{name}"),
+            registry_dir=str(self.directory.sandboxes / name),
         )
         child = await start_child("steelyard.run.scorer_process", options, log_folder=self.directory.process_logs)
         return await ChildGrader.start(child, Path(options.socket_path), config.runtime.start_deadline_s)

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from steelyard.config import Config
 from steelyard.processes.channel import Client, Endpoint
 from steelyard.run.children import ChildOptions, start_child
 from steelyard.run.directory import RunDirectory
+from steelyard.run.scratch import scratch_folder
 from steelyard.types import Record, Turn
 
 _ANSWER_DEADLINE_S = 600.0
@@ -42,11 +42,11 @@ def recomputing(
         ProcessDied, DeadlineExceeded: the child does not come up, or ends.
     """
     with (
-        tempfile.TemporaryDirectory(prefix="steelyard-", ignore_cleanup_errors=True) as folder,
+        scratch_folder() as folder,
         asyncio.Runner() as runner,
     ):
-        options = ChildOptions(name="recompute", socket_path=f"{folder}/recompute.sock", parent_pid=os.getpid())
-        child = runner.run(start_child("steelyard.run.recompute_process", options, log_folder=Path(folder)))
+        options = ChildOptions(name="recompute", socket_path=str(folder / "recompute.sock"), parent_pid=os.getpid())
+        child = runner.run(start_child("steelyard.run.recompute_process", options, log_folder=folder))
         try:
             client: Client = runner.run(child.connect(Path(options.socket_path), config.runtime.start_deadline_s))
 

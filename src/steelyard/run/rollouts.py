@@ -136,7 +136,7 @@ class RolloutSide:
 
     async def _open(self) -> tuple[WarmPool, GraderPool]:
         config = self._config
-        sandboxes = await open_pool(config.sandbox, self._children.sockets / "sandboxes")
+        sandboxes = await open_pool(config.sandbox, self._children.directory.sandboxes / "rollout")
         self._stack.push_async_callback(sandboxes.close)
         grader = self._environment.grader()
         settings = PoolSettings(

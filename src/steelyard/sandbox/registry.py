@@ -84,3 +84,14 @@ class Registry:
 
     def _path(self, pid: int) -> Path:
         return self._directory / f"{pid}.json"
+
+
+def end_abandoned_sandboxes(root: Path) -> int:
+    """Sweep the registries below ``root``, each the folder of an owner that is dead; how many processes there were.
+
+    To be called by whoever holds the run, before any new owner starts.
+
+    Raises:
+        OSError: a note cannot be read or deleted.
+    """
+    return sum(Registry(folder).sweep() for folder in sorted(root.glob("*/")))

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -70,14 +70,22 @@ class Foreground:
 
     Args:
         max_file_bytes: no process of it can write a longer file; None sets no limit.
+        variables: environment variables beside or in place of ours.
     """
 
-    def __init__(self, command: list[str], stderr: Path, *, max_file_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        stderr: Path,
+        *,
+        max_file_bytes: int | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self._stderr = stderr
         with stderr.open("wb") as errors:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True,
-                start_new_session=True, env=environment(),
+                start_new_session=True, env={**environment(), **(variables or {})},
             )  # fmt: skip
         if max_file_bytes is not None:
             resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
@@ -118,7 +126,11 @@ class Foreground:
         if is_whole_group:
             os.killpg(self.pid, signal.SIGINT)
         else:
-            os.kill(self.pid, signal.SIGINT)
+            self.send(signal.SIGINT)
+
+    def send(self, signal_number: signal.Signals) -> None:
+        """A signal to the process alone."""
+        os.kill(self.pid, signal_number)
 
     def wait(self, deadline_s: float) -> int:
         """Its exit code; what it still says is dropped.

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from steelyard.sandbox.registry import HostProcess, Registry
+from steelyard.sandbox.registry import HostProcess, Registry, end_abandoned_sandboxes
 
 
 def sleeper() -> "subprocess.Popen[bytes]":
@@ -58,3 +58,18 @@ def test_a_process_that_ended_is_forgotten(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_not_there_yet_holds_nothing_to_sweep(tmp_path: Path) -> None:
     assert Registry(tmp_path / "new").sweep() == 0
+
+
+def test_the_notes_of_all_dead_owners_of_a_run_are_swept(tmp_path: Path) -> None:
+    sleepers = [sleeper(), sleeper()]
+    try:
+        for index, process in enumerate(sleepers):
+            Registry(tmp_path / f"owner-{index}").add(process.pid)
+        assert end_abandoned_sandboxes(tmp_path) == 2
+        assert not any(psutil.pid_exists(process.pid) for process in sleepers)
+    finally:
+        for process in sleepers:
+            process.kill()
+            process.wait(30)
+    assert end_abandoned_sandboxes(tmp_path) == 0
+    assert end_abandoned_sandboxes(tmp_path / "absent") == 0
