@@ -159,7 +159,7 @@ async def _policy_dir(config: Config, directory: RunDirectory, cache_dir: Path, 
             )
 
     with scratch_folder() as folder:
-        return await prepare_policy(config, cache_dir, folder, os.getpid(), on_progress)
+        return await prepare_policy(config, cache_dir, folder, os.getpid(), on_progress, news.note)
 
 
 def make_report(config: Config, directory: RunDirectory, now_s: float) -> None:

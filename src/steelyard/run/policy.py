@@ -22,6 +22,7 @@ _BUILD_DEADLINE_S = 600.0
 _NEEDED_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 OnProgress = Callable[[WarmUpProgress], None]
+OnNote = Callable[[str], None]
 
 
 class BuildRequest(Record, frozen=True, kw_only=True):
@@ -112,13 +113,14 @@ class _TokenizerShape(msgspec.Struct):
 
 
 async def prepare_policy(
-    config: Config, cache_dir: Path, folder: Path, parent_pid: int, on_progress: OnProgress
+    config: Config, cache_dir: Path, folder: Path, parent_pid: int, on_progress: OnProgress, on_note: OnNote
 ) -> Path:
     """The directory of the starting policy; builds the quick policy where it is not cached yet.
 
     Args:
         cache_dir: where built policies are kept.
         folder: for the socket and the log of the building process.
+        on_note: gets what the user should know of a finished building.
 
     Raises:
         ProcessDied: the building process ended.
@@ -127,6 +129,7 @@ async def prepare_policy(
     if config.model.policy != QUICK:
         return Path(config.model.policy).absolute()
     recipe, mixture = QuickPolicyRecipe(), Mixture()
+    policies, key = cache_dir / "policies", quick_policy_key(recipe, mixture, config.rollout.max_turns)
 
     async def build(directory: Path) -> None:
         options = ChildOptions(name="policy", socket_path=str(folder / "policy.sock"), parent_pid=parent_pid)
@@ -142,13 +145,22 @@ async def prepare_policy(
                 exercise_frac=EXERCISE_FRAC,
                 max_turns=config.rollout.max_turns,
             )
-            await client.call_streaming(BUILD, request, on_progress, deadline_s=_BUILD_DEADLINE_S)
+            report = await client.call_streaming(BUILD, request, on_progress, deadline_s=_BUILD_DEADLINE_S)
             await client.close()
+            if report.is_early:
+                on_note(early_note(report, recipe.num_steps, policies / key))
         finally:
             await child.stop(config.runtime.stop_deadline_s)
 
-    key = quick_policy_key(recipe, mixture, config.rollout.max_turns)
-    return await PolicyCache(cache_dir / "policies").get_or_build(key, build, _BUILD_DEADLINE_S)
+    return await PolicyCache(policies).get_or_build(key, build, _BUILD_DEADLINE_S)
+
+
+def early_note(report: WarmUpReport, num_steps: int, entry: Path) -> str:
+    """What to tell the user of a warm-up whose time ran out."""
+    return (
+        f"the warm-up ran out of time after {report.num_steps} of {num_steps} steps: this machine is slow or busy, and "
+        f"the starting policy is weaker for it; to build it again, delete {entry}"
+    )
 
 
 def quick_policy_key(recipe: QuickPolicyRecipe, mixture: Mixture, max_turns: int) -> str:
