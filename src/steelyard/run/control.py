@@ -21,7 +21,7 @@ from steelyard.config import Config
 from steelyard.coordinator.admission import evaluating
 from steelyard.coordinator.journal.base import Journal
 from steelyard.coordinator.journal.memory import MemoryJournal
-from steelyard.coordinator.journal.sqlite import SqliteJournal
+from steelyard.coordinator.journal.sqlite import SqliteJournal, SqliteJournalReader
 from steelyard.coordinator.records import CoordinatorSettings
 from steelyard.coordinator.service import Coordinator
 from steelyard.digests import digest_bytes
@@ -40,7 +40,7 @@ from steelyard.run.directory import RunDirectory
 from steelyard.run.evaluation import Evaluator
 from steelyard.run.news import News
 from steelyard.run.processes import Children, stopping
-from steelyard.run.recovery import replay, starting_point, sweep
+from steelyard.run.recovery import replay, starting_point, sweep, sweep_traces
 from steelyard.run.rollouts import RolloutSide
 from steelyard.run.scratch import scratch_folder
 from steelyard.run.stores import Stores
@@ -93,6 +93,9 @@ async def run_control(context: RunContext) -> None:
         foundation = await _lay_foundation(context, stack)
         await foundation.coordinator.abandon("the control process was started again")
         await sweep(foundation.coordinator, context.directory, foundation.stores)
+        if context.config.journal.kind == "sqlite":
+            journal = SqliteJournalReader(context.directory.journal)
+            await sweep_traces(journal, foundation.stores.traces, foundation.clock.now_s())
         await Control(context, foundation).run()
 
 
