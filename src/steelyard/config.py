@@ -56,7 +56,13 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True):
 
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
-    """Limits on the policy are tokens and turns, never wall time."""
+    """Limits on the policy are tokens and turns, never wall time.
+
+    A rollout is given up as cancelled, never scored, when one of its budgets is used up: ``max_attempts`` failed
+    attempts, ``budget_tokens`` sampled over all its attempts (lost ones included; looked at between attempts), or
+    ``budget_s`` seconds from its admission to its end, waiting included, which is the system's time and not the
+    policy's. None: no limit.
+    """
 
     group_size: int = 8
     max_turns: int = 6
@@ -66,6 +72,8 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     max_concurrent: int = 64
     lease_s: float = 60.0
     max_attempts: int = 3
+    budget_tokens: int | None = None
+    budget_s: float | None = None
     turn_deadline_s: float = 60.0
 
 
@@ -87,13 +95,17 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
 
 
 class AdmissionConfig(Section, frozen=True, kw_only=True):
-    """How far behind the trainer a trajectory may be; see DESIGN section 4."""
+    """How far behind the trainer a trajectory may be; see DESIGN section 4.
+
+    One level of priority is worth ``priority_ageing_s`` seconds of waiting.
+    """
 
     max_policy_lag: int = 1
     max_age_s: float | None = None
     max_tail_wait_s: float = 120.0
     max_stale_retries: int = 2
     max_drop_frac: float = 0.5
+    priority_ageing_s: float = 60.0
 
 
 class TrainConfig(Section, frozen=True, kw_only=True):

@@ -80,6 +80,7 @@ def _ranges(config: Config) -> Iterator[str]:
         "rollout.lease_s": config.rollout.lease_s,
         "rollout.turn_deadline_s": config.rollout.turn_deadline_s,
         "admission.max_tail_wait_s": config.admission.max_tail_wait_s,
+        "admission.priority_ageing_s": config.admission.priority_ageing_s,
         "sandbox.call_deadline_s": config.sandbox.call_deadline_s,
         "sandbox.start_deadline_s": config.sandbox.start_deadline_s,
         "scoring.deadline_s": config.scoring.deadline_s,
@@ -88,9 +89,13 @@ def _ranges(config: Config) -> Iterator[str]:
         "runtime.stop_deadline_s": config.runtime.stop_deadline_s,
         "inference.probe_tolerance": config.inference.probe_tolerance,
     }
+    if config.rollout.budget_s is not None:
+        positive["rollout.budget_s"] = config.rollout.budget_s
     for name, value in positive.items():
         if not (value > 0 and math.isfinite(value)):
             yield f"{name} must be a finite number > 0, got {value}"
+    if config.rollout.budget_tokens is not None and config.rollout.budget_tokens < 1:
+        yield f"rollout.budget_tokens must be >= 1 or null, got {config.rollout.budget_tokens}"
     if not 0 < config.rollout.top_p <= 1:
         yield f"rollout.top_p must be > 0 and <= 1, got {config.rollout.top_p}"
     if not 0 < config.admission.max_drop_frac <= 1:

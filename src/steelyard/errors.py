@@ -101,7 +101,7 @@ class Refused(SteelyardError):
     """A message that carries a dead attempt, comes twice, or names something unknown.
 
     Args:
-        reason: ``late | double | unknown | expired | foreign``; the key under which it is counted.
+        reason: ``late | double | unknown | expired | foreign | malformed``; the key under which it is counted.
     """
 
     def __init__(self, reason: str, detail: str) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from steelyard.coordinator import events as e
 from steelyard.coordinator.entities import Group, Rollout, State
 from steelyard.coordinator.records import CoordinatorSettings
+from steelyard.coordinator.retry_rules import RetryRule, backoff_s
 from steelyard.coordinator.transitions import GroupState, RolloutState
 from steelyard.types import Purpose
 
@@ -60,15 +61,43 @@ def after_score(state: State, settings: CoordinatorSettings, rollout: Rollout, a
     return e.Accepted(at_s=at_s, attempt_id=rollout.attempt_id)
 
 
-def after_failure(settings: CoordinatorSettings, rollout: Rollout, at_s: float, may_retry: bool) -> e.AnyEvent:
-    """RETRIED with back-off while there is budget left, else CANCELLED. Read after the failure was applied."""
+def used_up(settings: CoordinatorSettings, rollout: Rollout, at_s: float) -> e.BudgetReason | None:
+    """The first budget of a rollout that leaves nothing for another attempt; None where all do.
+
+    The tokens of an attempt that goes on are not cut at the budget: that would drop long answers for their length.
+    """
+    if rollout.num_failures >= settings.max_attempts:
+        return e.BudgetReason.ATTEMPTS
+    if settings.budget_tokens is not None and rollout.num_tokens >= settings.budget_tokens:
+        return e.BudgetReason.TOKENS
+    if settings.budget_s is not None and at_s >= rollout.group.admitted_at_s + settings.budget_s:
+        return e.BudgetReason.TIME
+    return None
+
+
+def after_failure(
+    settings: CoordinatorSettings, rollout: Rollout, at_s: float, rule: RetryRule, *, may_retry: bool, draw: float
+) -> e.RolloutRetried | e.RolloutCancelled:
+    """RETRIED as ``rule`` says while there is budget left, else CANCELLED. Read after the failure was applied.
+
+    Args:
+        may_retry: whether the attempt left the world outside as it was, or the environment allows to go on.
+        draw: uniform in [0, 1), for the jitter.
+    """
     if not may_retry:
         return e.RolloutCancelled(at_s=at_s, rollout_id=rollout.rollout_id, reason="external_call")
-    if rollout.num_failures >= settings.max_attempts:
-        return e.RolloutCancelled(at_s=at_s, rollout_id=rollout.rollout_id, reason="budget")
+    reason = used_up(settings, rollout, at_s)
+    if reason is not None:
+        return e.RolloutCancelled(at_s=at_s, rollout_id=rollout.rollout_id, reason=reason.value)
     wait_s = 0.0
-    if rollout.num_failures:
-        wait_s = min(settings.max_backoff_s, settings.retry_backoff_s * 2.0 ** (rollout.num_failures - 1))
+    if rule.has_backoff:
+        wait_s = backoff_s(
+            max(1, rollout.num_failures),
+            first_s=settings.retry_backoff_s,
+            max_s=settings.max_backoff_s,
+            jitter_frac=settings.backoff_jitter_frac,
+            draw=draw,
+        )
     return e.RolloutRetried(at_s=at_s, rollout_id=rollout.rollout_id, not_before_s=at_s + wait_s)
 
 

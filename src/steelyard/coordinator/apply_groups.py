@@ -51,6 +51,8 @@ def run_finished(state: State, event: e.RunFinished) -> tuple[fx.Effect, ...]:
 def group_admitted(state: State, event: e.GroupAdmitted) -> tuple[fx.Effect, ...]:
     require(event.group_id not in state.groups, event, f"group {event.group_id} exists")
     require_new_rollouts(state, event, event.rollout_ids)
+    is_known = abs(event.priority) <= e.MAX_PRIORITY
+    require(is_known, event, f"priority must be from -{e.MAX_PRIORITY} to {e.MAX_PRIORITY}, got {event.priority}")
     is_train = event.purpose is Purpose.TRAIN
     if is_train:
         at = event.stream_position
@@ -74,6 +76,7 @@ def group_admitted(state: State, event: e.GroupAdmitted) -> tuple[fx.Effect, ...
         admitted_version=event.admitted_version,
         admitted_step=admitted.step,
         admitted_at_s=event.at_s,
+        priority=event.priority,
     )
     state.groups[group.group_id] = state.live_groups[group.group_id] = group
     if is_train:

@@ -43,6 +43,7 @@ def artifact_ready(state: State, event: e.ArtifactReady) -> tuple[fx.Effect, ...
     require(same, event, f"the trace must be of {report.attempt_id}, is of {report.trace.attempt_id}")
     move_rollout(state, rollout, event)
     rollout.report = report
+    rollout.num_tokens += report.trace.num_tokens
     return (fx.AttemptEnded(report.attempt_id), fx.ScoreWaits(report.attempt_id))
 
 
@@ -71,9 +72,9 @@ def grader_failed(state: State, event: e.GraderFailed) -> tuple[fx.Effect, ...]:
 def infra_failed(state: State, event: e.InfraFailed) -> tuple[fx.Effect, ...]:
     rollout = find_attempt(state, event, event.attempt_id)
     was = move_rollout(state, rollout, event)
-    state.tokens.lost[event.reason] += (
-        rollout.sealed_tokens if was is RolloutState.ARTIFACT_READY else event.lost_tokens
-    )
+    is_sealed = was is RolloutState.ARTIFACT_READY
+    state.tokens.lost[event.reason] += rollout.sealed_tokens if is_sealed else event.lost_tokens
+    rollout.num_tokens += 0 if is_sealed else event.lost_tokens
     rollout.num_failures += event.is_counted
     rollout.last_outcome = event.outcome
     rollout.report = None
@@ -85,6 +86,7 @@ def lease_expired(state: State, event: e.LeaseExpired) -> tuple[fx.Effect, ...]:
     rollout = find_attempt(state, event, event.attempt_id)
     move_rollout(state, rollout, event)
     state.tokens.lost["lease_expired"] += event.lost_tokens
+    rollout.num_tokens += event.lost_tokens
     rollout.num_failures += 1
     rollout.last_outcome = Outcome.TIMED_OUT
     state.tallies.num_expired += 1
@@ -103,6 +105,7 @@ def rollout_cancelled(state: State, event: e.RolloutCancelled) -> tuple[fx.Effec
     was = move_rollout(state, rollout, event)
     if was in HELD:
         state.tokens.lost[event.reason] += event.lost_tokens
+        rollout.num_tokens += event.lost_tokens
     elif was is RolloutState.ARTIFACT_READY:
         state.tokens.rejected[event.reason] += rollout.sealed_tokens
     rollout.report = None

@@ -19,13 +19,15 @@ class Batches:
     """The consumer's side of the coordinator.
 
     *Consumes* COMPLETE groups. *Waits for* the due ones and for the weights of its step. *Unblocked by* groups
-    that complete, are dropped or replaced, and by versions. *Produces* BatchPlans.
+    that complete, are dropped or replaced, and by versions. *Produces* BatchPlans. ``planned``: the groups of the batch
+    that was handed out last and has not begun.
     """
 
     def __init__(self, core: Core, groups: Groups, scoring: Scoring) -> None:
         self._core = core
         self._groups = groups
         self._scoring = scoring
+        self.planned: frozenset[str] = frozenset()
         self._waiting_step = -1
         self._waiting_since_s = 0.0
 
@@ -43,6 +45,7 @@ class Batches:
             core.check()
             if step != core.state.next_step:
                 raise IllegalTransition(f"step must be {core.state.next_step}, the next to begin, got {step}")
+            self.planned = frozenset()
             signal = core.progress.next_event()
             plan, look_again_s = self._try(step)
             if plan is not None:
@@ -89,6 +92,7 @@ class Batches:
                 batch_digest=batch_digest,
             )
         )
+        self.planned = frozenset()
 
     def checkpoint(self, step: int, digest: str) -> None:
         """A checkpoint of the weights after ``step`` steps is durable.
@@ -122,7 +126,7 @@ class Batches:
         waited = list(choice.waits_for) + [g for g in open_groups if g not in choice.waits_for]
         rollouts = [r for group in waited for r in group.rollouts if r.state not in TERMINAL]
         jobs = self._scoring.held_jobs()
-        lines = [describe_rollout(r, core.now_s(), jobs) for r in rollouts[:_MAX_CULPRITS]]
+        lines = [describe_rollout(r, core.settings, core.now_s(), jobs) for r in rollouts[:_MAX_CULPRITS]]
         if len(rollouts) > _MAX_CULPRITS:
             lines.append(f"{len(rollouts) - _MAX_CULPRITS} more rollouts")
         if not lines:
@@ -143,6 +147,7 @@ class Batches:
             self._core.check()
             choice = self._choose(step)
         if choice.groups:
+            self.planned = frozenset(group.group_id for group in choice.groups)
             return self._plan(step, parent, choice.groups), None
         open_groups = sum(group.state is not GroupState.COMPLETE for group in self._live_train())
         if self._groups.is_exhausted and open_groups < choice.num_missing:

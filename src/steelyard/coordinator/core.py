@@ -9,7 +9,7 @@ from steelyard.clock import Clock
 from steelyard.coordinator.commits import CommitQueue
 from steelyard.coordinator.effects import Effect
 from steelyard.coordinator.entities import Rollout, State
-from steelyard.coordinator.events import AnyEvent
+from steelyard.coordinator.events import AnyEvent, RunResumed, RunStarted
 from steelyard.coordinator.journal.base import Journal
 from steelyard.coordinator.records import CoordinatorSettings
 from steelyard.coordinator.state import apply
@@ -36,6 +36,21 @@ class OpenTraces(Protocol):
         ...
 
 
+class Jitter(Protocol):
+    """A source of chance, such as ``random.Random``."""
+
+    def random(self) -> float:
+        """The next number, uniform in [0, 1)."""
+        ...
+
+
+class FullWait:
+    """No chance at all: every back-off is waited out in full."""
+
+    def random(self) -> float:
+        return 0.0
+
+
 class Core:
     """State, journal and clock in one place. Everything here but ``wait`` and ``committed`` is synchronous.
 
@@ -53,12 +68,14 @@ class Core:
         ids: IdSource,
         counters: Counters,
         open_traces: OpenTraces,
+        jitter: Jitter,
     ) -> None:
         self.state = state
         self.settings = settings
         self.ids = ids
         self.counters = counters
         self.open_traces = open_traces
+        self.jitter = jitter
         self.work = Signal()
         self.scores = Signal()
         self.progress = Signal()
@@ -92,6 +109,18 @@ class Core:
         self.commits.add(event)
         for effect in effects:
             self.emit(effect)
+
+    def begin(self, run_id: str, seed: int, config_digest: str) -> None:
+        """Record that the run starts, or that it is taken over, and what it is held to from now on."""
+        at_s, rules, budgets = self.now_s(), self.settings.rules, self.settings.budgets
+        if self.state.run is None:
+            self.record(
+                RunStarted(
+                    at_s=at_s, run_id=run_id, seed=seed, config_digest=config_digest, rules=rules, budgets=budgets
+                )
+            )
+        else:
+            self.record(RunResumed(at_s=at_s, config_digest=config_digest, rules=rules, budgets=budgets))
 
     def emit(self, effect: Effect) -> None:
         """Hand an effect to the parts at once and to listeners once it is committed."""

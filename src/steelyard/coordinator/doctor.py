@@ -42,7 +42,11 @@ class Diagnosis(Record, frozen=True, kw_only=True):
 
 
 def diagnose(
-    state: State, settings: CoordinatorSettings, now_s: float, jobs: Mapping[str, HeldJobLike] | None = None
+    state: State,
+    settings: CoordinatorSettings,
+    now_s: float,
+    jobs: Mapping[str, HeldJobLike] | None = None,
+    expires_at_s: Mapping[str, float] | None = None,
 ) -> Diagnosis:
     """Look at a run, live or replayed from its journal.
 
@@ -51,8 +55,14 @@ def diagnose(
         settings: of the run.
         now_s: the present.
         jobs: scoring jobs that are held, by attempt; not known from the journal alone.
+        expires_at_s: when held attempts expire, renewals included; the journal alone knows only of their first period.
     """
-    waits = [rollout_wait(r, jobs or {}) for g in state.live_groups.values() for r in g.rollouts if _is_waited_for(r)]
+    waits = [
+        rollout_wait(rollout, settings, jobs or {}, expires_at_s or {})
+        for group in state.live_groups.values()
+        for rollout in group.rollouts
+        if _is_waited_for(rollout)
+    ]
     waits += _parked_waits(state)
     waits += _version_waits(state)
     waits += _step_waits(state, settings, now_s)
@@ -77,9 +87,11 @@ def alarms(state: State, settings: CoordinatorSettings) -> tuple[str, ...]:
     return tuple(found)
 
 
-def describe_rollout(rollout: Rollout, now_s: float, jobs: Mapping[str, HeldJobLike]) -> str:
+def describe_rollout(
+    rollout: Rollout, settings: CoordinatorSettings, now_s: float, jobs: Mapping[str, HeldJobLike]
+) -> str:
     """One line on what an unfinished rollout waits for."""
-    wait = rollout_wait(rollout, jobs)
+    wait = rollout_wait(rollout, settings, jobs, {})
     group = rollout.group
     return (
         f"rollout {rollout.rollout_id} of group {group.group_id} (task {group.task_id}) is {rollout.state}: "
@@ -87,23 +99,47 @@ def describe_rollout(rollout: Rollout, now_s: float, jobs: Mapping[str, HeldJobL
     )
 
 
-def rollout_wait(rollout: Rollout, jobs: Mapping[str, HeldJobLike]) -> Wait:
-    """What an unfinished rollout waits for."""
-    name = f"rollout {rollout.rollout_id}"
-    job = jobs.get(rollout.attempt_id or "")
+def rollout_wait(
+    rollout: Rollout,
+    settings: CoordinatorSettings,
+    jobs: Mapping[str, HeldJobLike],
+    expires_at_s: Mapping[str, float],
+) -> Wait:
+    """What an unfinished rollout waits for, with its budgets; the deadline is the first of those that it has."""
+    attempt_id = rollout.attempt_id or ""
+    job = jobs.get(attempt_id)
+    since_s, until_s = rollout.since_s, None
     if rollout.state in HELD:
-        why = f"attempt {rollout.attempt_id}, number {rollout.attempt_number}, {rollout.state.lower()}"
         whom = f"worker {rollout.worker_id}"
-        return Wait(who=name, whom=whom, why=why, since_s=rollout.issued_at_s, until_s=rollout.expires_at_s)
-    if rollout.state is RolloutState.ARTIFACT_READY:
-        why = f"score of attempt {rollout.attempt_id}, {rollout.num_grader_failures} gradings failed"
-        if job is None:
-            return Wait(who=name, whom="a free scorer", why=why, since_s=rollout.since_s)
-        expires_at_s = job.job.expires_at_s
-        return Wait(who=name, whom=f"scorer {job.worker_id}", why=why, since_s=job.since_s, until_s=expires_at_s)
-    why = f"{rollout.attempt_number} attempts so far, {rollout.num_failures} failed"
-    until_s = rollout.not_before_s if rollout.not_before_s > rollout.since_s else None
-    return Wait(who=name, whom="a free harness worker", why=why, since_s=rollout.since_s, until_s=until_s)
+        why = f"attempt {attempt_id}, number {rollout.attempt_number}, {rollout.state.lower()}"
+        since_s, until_s = rollout.issued_at_s, expires_at_s.get(attempt_id, rollout.expires_at_s)
+    elif rollout.state is RolloutState.ARTIFACT_READY:
+        whom = "a free scorer" if job is None else f"scorer {job.worker_id}"
+        limit = settings.max_grader_attempts
+        why = f"score of attempt {attempt_id}, {rollout.num_grader_failures} of at most {limit} gradings failed"
+        if job is not None:
+            since_s, until_s = job.since_s, job.job.expires_at_s
+    else:
+        whom = "a free harness worker"
+        why = f"{rollout.attempt_number} attempts so far"
+        until_s = rollout.not_before_s if rollout.not_before_s > rollout.since_s else None
+    if settings.budget_s is not None:
+        ends_at_s = rollout.group.admitted_at_s + settings.budget_s
+        until_s = ends_at_s if until_s is None else min(until_s, ends_at_s)
+    why = ", ".join((why, *_standing(rollout, settings)))
+    return Wait(who=f"rollout {rollout.rollout_id}", whom=whom, why=why, since_s=since_s, until_s=until_s)
+
+
+def _standing(rollout: Rollout, settings: CoordinatorSettings) -> list[str]:
+    """How much of its budgets a rollout has used up, and its priority where it has one."""
+    notes = [f"{rollout.num_failures} of at most {settings.max_attempts} failed"]
+    if settings.budget_tokens is not None:
+        notes.append(f"{rollout.num_tokens} of {settings.budget_tokens} tokens used")
+    if settings.budget_s is not None:
+        notes.append(f"admitted with {settings.budget_s:g} s to its end")
+    if rollout.group.priority:
+        notes.append(f"priority {rollout.group.priority}")
+    return notes
 
 
 def _is_waited_for(rollout: Rollout) -> bool:

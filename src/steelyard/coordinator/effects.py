@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class WorkWaits:
-    """A rollout can be leased, not before ``not_before_s``. Retries go first, then by ``order``."""
+    """A rollout can be leased, not before ``not_before_s``. Retries go first; then see ``leases``."""
 
     rollout_id: str
     order: int

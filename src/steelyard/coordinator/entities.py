@@ -13,7 +13,8 @@ from steelyard.types import ArtifactReport, LoadProof, Outcome, Purpose, Samplin
 class Rollout:
     """One sibling of a group and its newest attempt.
 
-    ``attempt_number`` counts leases. ``num_failures`` counts those failures that use up budget.
+    ``attempt_number`` counts leases. ``num_failures`` counts those failures that use up budget, ``num_tokens`` the
+    sampled tokens of all attempts that ended, sealed or lost.
     ``since_s``: when the present state began. ``changed``: number of the event that last changed it, so that an
     answer about it can wait for exactly that commit.
     """
@@ -32,6 +33,7 @@ class Rollout:
     expires_at_s: float = 0.0
     not_before_s: float = 0.0
     num_failures: int = 0
+    num_tokens: int = 0
     num_grader_failures: int = 0
     last_outcome: Outcome | None = None
     report: ArtifactReport | None = None
@@ -60,6 +62,7 @@ class Group:
     admitted_version: int
     admitted_step: int
     admitted_at_s: float
+    priority: int = 0
     state: GroupState = GroupState.OPEN
     rollouts: list[Rollout] = field(default_factory=list)
     num_open: int = 0

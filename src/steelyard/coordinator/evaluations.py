@@ -31,14 +31,17 @@ class Evaluations:
         label: str,
         samples_per_task: int,
         max_turns: int,
+        priority: int = 0,
     ) -> tuple[str, ...]:
         """One group of ``samples_per_task`` rollouts for each task; the ids of all groups, in task order.
 
         Raises:
-            InputError: the label is in use for another version, or a task comes twice.
+            InputError: the label is in use for another version, a task comes twice, or the priority is out of range.
             IllegalTransition: the version is not READY.
         """
         core = self._core
+        if abs(priority) > e.MAX_PRIORITY:
+            raise InputError(f"priority must be from -{e.MAX_PRIORITY} to {e.MAX_PRIORITY}, got {priority}")
         if len(set(task_ids)) != len(task_ids) or not task_ids:
             raise InputError(f"evaluation {label}: task_ids must be distinct, at least one")
         evaluation = core.state.evaluations.get(label)
@@ -63,6 +66,7 @@ class Evaluations:
                     bound_version=version,
                     sampling=sampling,
                     max_turns=max_turns,
+                    priority=priority,
                 )
             )
         return tuple(group_of[task_id] for task_id in task_ids)
@@ -103,7 +107,7 @@ class Evaluations:
         groups = [g for g in self._core.state.live_groups.values() if g.group_id in evaluation.open_groups]
         rollouts = [r for group in groups for r in group.rollouts if r.state not in TERMINAL]
         jobs = self._scoring.held_jobs()
-        lines = [describe_rollout(r, self._core.now_s(), jobs) for r in rollouts[:_MAX_CULPRITS]]
+        lines = [describe_rollout(r, self._core.settings, self._core.now_s(), jobs) for r in rollouts[:_MAX_CULPRITS]]
         if len(rollouts) > _MAX_CULPRITS:
             lines.append(f"{len(rollouts) - _MAX_CULPRITS} more rollouts")
         return tuple(lines)

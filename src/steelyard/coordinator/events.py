@@ -34,8 +34,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class DropReason(enum.StrEnum):
     """Why a group will never be trained.
 
-    ``budget``: every member used up its attempts; ``incomplete``: fewer than ``algorithm.min_scored`` members are
-    accepted; ``too_stale``: replaced ``admission.max_stale_retries`` times already; ``filtered``: by choice.
+    ``budget``: every member was cancelled, its budget used up; ``cancelled``: from outside; ``incomplete``: fewer than
+    ``algorithm.min_scored`` members are accepted; ``too_stale``: replaced ``admission.max_stale_retries`` times
+    already; ``filtered``: by choice.
     """
 
     BUDGET = "budget"
@@ -44,6 +45,14 @@ class DropReason(enum.StrEnum):
     INCOMPLETE = "incomplete"
     FILTERED = "filtered"
     END_OF_RUN = "end_of_run"
+
+
+class BudgetReason(enum.StrEnum):
+    """Which budget of a rollout is used up: the reason of its RolloutCancelled, and the line in the token book."""
+
+    ATTEMPTS = "budget_attempts"
+    TOKENS = "budget_tokens"
+    TIME = "budget_time"
 
 
 class RejectReason(enum.StrEnum):
@@ -73,23 +82,41 @@ class Rules(Record, frozen=True, kw_only=True):
     min_scored: int
 
 
+class Budgets(Record, frozen=True, kw_only=True):
+    """What one rollout may use up; ``audit`` holds the run to it. None: no limit.
+
+    ``num_attempts`` counts failed attempts, ``num_tokens`` sampled tokens over all attempts, lost ones included,
+    ``time_s`` the seconds from the admission of its group to its end.
+    """
+
+    num_attempts: int
+    num_tokens: int | None = None
+    time_s: float | None = None
+
+
+MAX_PRIORITY = 1000
+"""Priorities are whole numbers from minus to plus this."""
+
+
 # --- the run --------------------------------------------------------------------------------------
 
 
 class RunStarted(Event, frozen=True, kw_only=True):
-    """Always the first event, and only there."""
+    """Always the first event, and only there. ``budgets`` None: an older version wrote it."""
 
     run_id: str
     seed: int
     config_digest: str
     rules: Rules
+    budgets: Budgets | None = None
 
 
 class RunResumed(Event, frozen=True, kw_only=True):
-    """A new coordinator took the journal over."""
+    """A new coordinator took the journal over. ``budgets`` as in RUN_STARTED."""
 
     config_digest: str
     rules: Rules
+    budgets: Budgets | None = None
 
 
 class RunFinished(Event, frozen=True, kw_only=True):
@@ -105,7 +132,8 @@ class GroupAdmitted(Event, frozen=True, kw_only=True):
     """One issue of a prompt. ``stream_position`` is the frontier of the task stream, None for evaluation.
 
     ``admitted_version`` is the newest READY version at this moment; ``bound_version`` fixes the version of an
-    evaluation, None means the newest READY one at each lease. ``rollout_ids`` in member order.
+    evaluation, None means the newest READY one at each lease. ``rollout_ids`` in member order. A higher ``priority``
+    is leased earlier.
     """
 
     group_id: str
@@ -119,6 +147,7 @@ class GroupAdmitted(Event, frozen=True, kw_only=True):
     bound_version: int | None
     sampling: Sampling
     max_turns: int
+    priority: int = 0
 
 
 class GroupCompleted(Event, frozen=True, kw_only=True):
@@ -134,10 +163,14 @@ class GroupEvaluated(Event, frozen=True, kw_only=True):
 
 
 class GroupDropped(Event, frozen=True, kw_only=True):
-    """The group will never be trained; the tokens of its accepted members are rejected for this reason."""
+    """The group will never be trained; the tokens of its accepted members are rejected for this reason.
+
+    ``detail``: in the words of whoever cancelled it.
+    """
 
     group_id: str
     reason: DropReason
+    detail: str = ""
 
 
 class GroupParked(Event, frozen=True, kw_only=True):

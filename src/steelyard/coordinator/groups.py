@@ -6,7 +6,7 @@ from typing import Protocol
 from steelyard.coordinator import admission
 from steelyard.coordinator import events as e
 from steelyard.coordinator.core import Core
-from steelyard.coordinator.entities import Group
+from steelyard.coordinator.entities import Group, Rollout
 from steelyard.coordinator.transitions import HELD, TERMINAL
 from steelyard.errors import RunError
 from steelyard.types import Purpose, TaskRef
@@ -63,18 +63,18 @@ class Groups:
         elif newest is None:
             self.park(group, reason)
         else:
-            self._cancel_open(group, reason.value)
+            self.cancel_open(group, reason.value)
             self._restart(group, reason, len(group.rollouts), newest.version)
 
     def park(self, group: Group, reason: e.RestartReason) -> None:
         """Give the group's rollouts up; ``admit`` starts it again when there is room."""
-        self._cancel_open(group, reason.value)
+        self.cancel_open(group, reason.value)
         self._core.record(e.GroupParked(at_s=self._core.now_s(), group_id=group.group_id, reason=reason))
 
-    def drop(self, group: Group, reason: e.DropReason) -> None:
-        """Give a group up; what its members sampled is booked under ``reason``."""
-        self._cancel_open(group, reason.value)
-        event = e.GroupDropped(at_s=self._core.now_s(), group_id=group.group_id, reason=reason)
+    def drop(self, group: Group, reason: e.DropReason, detail: str = "") -> None:
+        """Give a group up; what its members sampled is booked under ``reason``, and ``detail`` is journalled."""
+        self.cancel_open(group, reason.value)
+        event = e.GroupDropped(at_s=self._core.now_s(), group_id=group.group_id, reason=reason, detail=detail)
         self._core.record(event)
         self._after_drop(event)
 
@@ -87,7 +87,7 @@ class Groups:
     def _after_drop(self, event: e.GroupDropped) -> None:
         core = self._core
         core.counters.add(f"dropped.{event.reason.value}")
-        logger.info("group %s is dropped: %s", event.group_id, event.reason)
+        logger.info("group %s is dropped: %s %s", event.group_id, event.reason, event.detail)
         if admission.exceeds_drop_frac(core.state, core.settings):
             dropped = {str(reason): count for reason, count in core.state.prompts.dropped.items()}
             limit = core.settings.max_drop_frac
@@ -99,18 +99,21 @@ class Groups:
             )
         self.admit()
 
-    def _cancel_open(self, group: Group, reason: str) -> None:
-        core = self._core
+    def cancel_open(self, group: Group, reason: str) -> None:
+        """Cancel every member that has not ended. The group is not closed: settle, drop, park or restart it."""
         for rollout in group.rollouts:
-            if rollout.state in TERMINAL:
-                continue
-            is_held = rollout.state in HELD and rollout.attempt_id is not None
-            lost_tokens = core.open_traces.discard(rollout.attempt_id or "") if is_held else 0
-            core.record(
-                e.RolloutCancelled(
-                    at_s=core.now_s(), rollout_id=rollout.rollout_id, reason=reason, lost_tokens=lost_tokens
-                )
-            )
+            if rollout.state not in TERMINAL:
+                self.cancel(rollout, reason)
+
+    def cancel(self, rollout: Rollout, reason: str) -> None:
+        """End a rollout without a score; an attempt that is held is told at its next heartbeat."""
+        core = self._core
+        is_held = rollout.state in HELD and rollout.attempt_id is not None
+        lost_tokens = core.open_traces.discard(rollout.attempt_id or "") if is_held else 0
+        core.record(
+            e.RolloutCancelled(at_s=core.now_s(), rollout_id=rollout.rollout_id, reason=reason, lost_tokens=lost_tokens)
+        )
+        core.counters.add(f"cancelled.{reason}")
 
     def _admit_next(self, version: int) -> bool:
         """Admit the task at the frontier, if there is one."""
@@ -133,6 +136,7 @@ class Groups:
             bound_version=None,
             sampling=core.settings.sampling,
             max_turns=core.settings.max_turns,
+            priority=task.priority,
         )
         core.record(event)
         return True

@@ -2,6 +2,7 @@
 
 import heapq
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -12,18 +13,25 @@ from steelyard.coordinator import events as e
 from steelyard.coordinator.core import Core, short
 from steelyard.coordinator.entities import Group, Rollout
 from steelyard.coordinator.groups import Groups
+from steelyard.coordinator.retry_rules import REPORTED, RETRY_RULES, Ending, RetryRule
 from steelyard.coordinator.transitions import HELD, RolloutState, VersionState
 from steelyard.digests import digest_bytes
-from steelyard.types import ArtifactReport, AttemptFailure, Lease, Outcome, Sampling
+from steelyard.types import ArtifactReport, AttemptFailure, Lease, Sampling
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(order=True, frozen=True, slots=True)
 class _Waiting:
-    """Retries of admitted groups need no new slot and go first; then the oldest group."""
+    """Retries of admitted groups need no new slot and go first; then by priority and age; then the oldest group.
+
+    ``rank_s`` is the time of admission, ``admission.priority_ageing_s`` earlier for each level of priority. So priority
+    ages: a group is overtaken only by groups that were admitted less than so many levels x ``priority_ageing_s`` after
+    it, however many of a higher priority keep coming, and the order never changes while they wait.
+    """
 
     is_new: bool
+    rank_s: float
     order: int
     rollout_id: str
 
@@ -55,11 +63,14 @@ class Leases:
             rollout = self._core.state.rollouts.get(waiting.rollout_id)
             if rollout is None or rollout.state is not RolloutState.PENDING:
                 continue
+            now_s = self._core.now_s()
+            if not self._may_be_leased(waiting, rollout, now_s):
+                continue
             version = self._version_for(rollout.group)
             if version is None:
                 set_aside.append(waiting)
                 continue
-            granted.append(self._grant_one(worker_id, rollout, version))
+            granted.append(self._grant_one(worker_id, rollout, version, now_s))
         for waiting in set_aside:
             heapq.heappush(self._ready, waiting)
         return tuple(granted)
@@ -108,7 +119,7 @@ class Leases:
             detail = (
                 f"attempt {report.attempt_id} is bound to version {rollout.policy_version}, sampled {sorted(wrong)}"
             )
-            self.fail(rollout, Outcome.INFRA_FAILED, "wrong_version", detail, lost_tokens=trace.num_tokens)
+            self.fail(rollout, Ending.INFRA_FAILED, "wrong_version", detail, lost_tokens=trace.num_tokens)
             raise core.refuse("foreign", detail)
         self._ensure_running(rollout)
         core.record(e.ArtifactReady(at_s=core.now_s(), report=report))
@@ -117,54 +128,55 @@ class Leases:
         """The system could not carry the attempt through.
 
         Raises:
-            Refused: the attempt is not live, or has reported its end already.
+            Refused: the attempt is not live, or has reported its end already; ``malformed`` for an outcome that is
+                not a worker's to give.
         """
         rollout = self._held(failure.attempt_id, failure.attempt_number, None)
-        settings = self._core.settings
-        self.fail(
-            rollout,
-            failure.outcome,
-            failure.reason,
-            failure.detail,
-            # A worker that is told to stop has not failed: however often a run is interrupted, it uses up no budget.
-            is_counted=failure.outcome is not Outcome.CANCELLED,
-            may_retry=settings.retry_after_external or not failure.made_external_call,
-        )
+        ending = REPORTED.get(failure.outcome)
+        if ending is None:
+            detail = f"outcome of a failure must be one of {', '.join(REPORTED)}, got {failure.outcome}"
+            raise self._core.refuse("malformed", detail)
+        may_retry = self._core.settings.retry_after_external or not failure.made_external_call
+        self.fail(rollout, ending, failure.reason, failure.detail, may_retry=may_retry)
 
     def fail(
         self,
         rollout: Rollout,
-        outcome: Outcome,
+        ending: Ending,
         reason: str,
         detail: str = "",
         *,
-        is_counted: bool = True,
         may_retry: bool = True,
         lost_tokens: int | None = None,
     ) -> None:
-        """End the newest attempt of ``rollout`` without a result, then retry or cancel it."""
+        """End the newest attempt of ``rollout`` without a result, then do as the rule of ``ending`` says.
+
+        Args:
+            lost_tokens: sampled tokens recorded for the attempt; None asks the recorder and ends the recording.
+        """
+        rule = RETRY_RULES[ending]
         attempt_id = rollout.attempt_id or ""
         if lost_tokens is None:
             lost_tokens = self._core.open_traces.discard(attempt_id) if rollout.state in HELD else 0
         event = e.InfraFailed(
             at_s=self._core.now_s(),
             attempt_id=attempt_id,
-            outcome=outcome,
+            outcome=rule.outcome,
             reason=short(reason),
             detail=short(detail),
             lost_tokens=lost_tokens,
-            is_counted=is_counted,
+            is_counted=rule.is_counted,
         )
         self._core.record(event)
         self._core.counters.add(f"attempt_failed.{event.reason}")
         logger.warning("attempt %s of %s failed: %s", attempt_id, rollout.rollout_id, event.reason)
-        self._go_on(rollout, may_retry)
+        self._go_on(rollout, rule, may_retry)
 
     def abandon(self, reason: str) -> int:
         """End every held attempt without using up budget: their workers are known to be gone. How many."""
         held = list(self._core.state.held())
         for rollout in held:
-            self.fail(rollout, Outcome.INFRA_FAILED, reason, is_counted=False)
+            self.fail(rollout, Ending.ABANDONED, reason)
         return len(held)
 
     def advance(self) -> None:
@@ -195,6 +207,10 @@ class Leases:
         """When a held attempt expires unless it is renewed."""
         return self._expires_at_s.get(attempt_id)
 
+    def expiries(self) -> Mapping[str, float]:
+        """When each held attempt expires unless it is renewed."""
+        return self._expires_at_s
+
     def lease_of(self, rollout: Rollout) -> Lease:
         """The lease under which the newest attempt of ``rollout`` is held."""
         group = rollout.group
@@ -214,9 +230,8 @@ class Leases:
             expires_at_s=self._expires_at_s.get(rollout.attempt_id, rollout.expires_at_s),
         )
 
-    def _grant_one(self, worker_id: str, rollout: Rollout, version: int) -> Lease:
+    def _grant_one(self, worker_id: str, rollout: Rollout, version: int, now_s: float) -> Lease:
         core = self._core
-        now_s = core.now_s()
         core.record(
             e.Leased(
                 at_s=now_s,
@@ -229,6 +244,21 @@ class Leases:
             )
         )
         return self.lease_of(rollout)
+
+    def _may_be_leased(self, waiting: _Waiting, rollout: Rollout, now_s: float) -> bool:
+        """Whether back-off and budgets allow it at this very moment; where a budget does not, the rollout ends.
+
+        A moment has passed since the clock was looked at last, and budgets may be smaller since a resume.
+        """
+        reason = admission.used_up(self._core.settings, rollout, now_s)
+        if reason is not None:
+            self._groups.cancel(rollout, reason.value)
+            self._groups.settle(rollout.group)
+        elif rollout.not_before_s > now_s:
+            heapq.heappush(self._delayed, (rollout.not_before_s, waiting))
+        else:
+            return True
+        return False
 
     def _version_for(self, group: Group) -> int | None:
         state = self._core.state
@@ -258,15 +288,22 @@ class Leases:
         self._core.record(e.LeaseExpired(at_s=self._core.now_s(), attempt_id=attempt_id, lost_tokens=lost_tokens))
         self._core.counters.add("lease_expired")
         logger.warning("the lease of attempt %s by worker %s has expired", attempt_id, rollout.worker_id)
-        self._go_on(rollout, may_retry=True)
+        self._go_on(rollout, RETRY_RULES[Ending.LEASE_EXPIRED], may_retry=True)
 
-    def _go_on(self, rollout: Rollout, may_retry: bool) -> None:
-        event = admission.after_failure(self._core.settings, rollout, self._core.now_s(), may_retry)
-        self._core.record(event)
+    def _go_on(self, rollout: Rollout, rule: RetryRule, may_retry: bool) -> None:
+        core = self._core
+        draw = core.jitter.random() if rule.has_backoff else 0.0
+        event = admission.after_failure(core.settings, rollout, core.now_s(), rule, may_retry=may_retry, draw=draw)
+        core.record(event)
+        if isinstance(event, e.RolloutCancelled):
+            core.counters.add(f"cancelled.{event.reason}")
         self._groups.settle(rollout.group)
 
     def _on_work(self, effect: fx.WorkWaits) -> None:
-        waiting = _Waiting(is_new=not effect.is_retry, order=effect.order, rollout_id=effect.rollout_id)
+        group = self._core.state.rollouts[effect.rollout_id].group
+        rank_s = group.admitted_at_s - group.priority * self._core.settings.priority_ageing_s
+        is_new = not effect.is_retry
+        waiting = _Waiting(is_new=is_new, rank_s=rank_s, order=effect.order, rollout_id=effect.rollout_id)
         if effect.not_before_s > self._core.now_s():
             heapq.heappush(self._delayed, (effect.not_before_s, waiting))
             self._core.timers.notify()

@@ -3,16 +3,18 @@
 import math
 
 from steelyard.config import Config
-from steelyard.coordinator.events import Rules
+from steelyard.coordinator.events import Budgets, Rules
 from steelyard.types import Outcome, Record, Sampling, Score, SealedTrace
 
 
 class CoordinatorSettings(Record, frozen=True, kw_only=True):
     """The part of the configuration that the coordinator decides by. Durations in seconds of its clock.
 
-    ``max_steps`` None admits for ever. ``retry_backoff_s`` doubles with each failure of a rollout, up to
-    ``max_backoff_s``. ``tick_s`` is the longest time between two looks at the clock. ``is_pinned``: a trace must
-    come from the one version that its lease names.
+    ``max_steps`` None admits for ever. ``max_attempts``, ``budget_tokens`` and ``budget_s`` are for each rollout, the
+    latter two None without a limit. ``retry_backoff_s`` doubles with each failure of a rollout, up to
+    ``max_backoff_s``; ``backoff_jitter_frac`` of the wait is left to chance. One level of priority is worth
+    ``priority_ageing_s`` seconds of waiting. ``tick_s`` is the longest time between two looks at the clock.
+    ``is_pinned``: a trace must come from the one version that its lease names.
     """
 
     rules: Rules
@@ -25,6 +27,9 @@ class CoordinatorSettings(Record, frozen=True, kw_only=True):
     max_steps: int | None = None
     lease_s: float = 60.0
     max_attempts: int = 3
+    budget_tokens: int | None = None
+    budget_s: float | None = None
+    priority_ageing_s: float = 60.0
     retry_after_external: bool = False
     score_lease_s: float = 30.0
     max_grader_attempts: int = 3
@@ -32,9 +37,15 @@ class CoordinatorSettings(Record, frozen=True, kw_only=True):
     max_retained_versions: int = 8
     retry_backoff_s: float = 0.25
     max_backoff_s: float = 10.0
+    backoff_jitter_frac: float = 0.5
     group_commit_s: float = 0.002
     tick_s: float = 1.0
     is_pinned: bool = True
+
+    @property
+    def budgets(self) -> Budgets:
+        """What is journalled of the budgets."""
+        return Budgets(num_attempts=self.max_attempts, num_tokens=self.budget_tokens, time_s=self.budget_s)
 
     @classmethod
     def from_config(cls, config: Config) -> "CoordinatorSettings":
@@ -62,6 +73,9 @@ class CoordinatorSettings(Record, frozen=True, kw_only=True):
             max_steps=config.train.max_steps,
             lease_s=config.rollout.lease_s,
             max_attempts=config.rollout.max_attempts,
+            budget_tokens=config.rollout.budget_tokens,
+            budget_s=config.rollout.budget_s,
+            priority_ageing_s=config.admission.priority_ageing_s,
             score_lease_s=1.5 * config.scoring.deadline_s + 5.0,
             max_grader_attempts=config.scoring.max_attempts,
             alarm_failure_frac=config.scoring.alarm_failure_frac,

@@ -13,6 +13,7 @@ from steelyard.coordinator.entities import Rollout
 from steelyard.coordinator.groups import Groups
 from steelyard.coordinator.leases import Leases
 from steelyard.coordinator.records import is_finite
+from steelyard.coordinator.retry_rules import Ending
 from steelyard.coordinator.transitions import RolloutState
 from steelyard.types import Outcome, Score, ScoreJob
 
@@ -92,7 +93,7 @@ class Scoring:
         if rollout.state is not RolloutState.ARTIFACT_READY:
             raise self._core.refuse("late", f"attempt {attempt_id} is {rollout.state}")
         self._forget_attempt(attempt_id)
-        self._leases.fail(rollout, Outcome.INFRA_FAILED, "artifact_lost", detail)
+        self._leases.fail(rollout, Ending.INFRA_FAILED, "artifact_lost", detail)
 
     def advance(self) -> None:
         """Expire jobs whose scorer did not answer in time."""

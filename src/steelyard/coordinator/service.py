@@ -21,7 +21,8 @@ from steelyard.coordinator import books as bookkeeping
 from steelyard.coordinator import doctor
 from steelyard.coordinator import events as e
 from steelyard.coordinator.batches import Batches
-from steelyard.coordinator.core import Core, OpenTraces
+from steelyard.coordinator.cancellation import Cancellation
+from steelyard.coordinator.core import Core, FullWait, Jitter, OpenTraces
 from steelyard.coordinator.effects import Effect
 from steelyard.coordinator.entities import State
 from steelyard.coordinator.evaluations import Evaluations
@@ -31,6 +32,8 @@ from steelyard.coordinator.leases import Leases
 from steelyard.coordinator.records import BatchPlan, CoordinatorSettings, EvaluationResult, PendingStep, VersionInfo
 from steelyard.coordinator.scores import Scoring
 from steelyard.coordinator.state import apply, outbox
+from steelyard.coordinator.ticking import Ticker
+from steelyard.coordinator.time_budgets import TimeBudgets
 from steelyard.coordinator.transitions import HELD, RolloutState
 from steelyard.coordinator.versions import Versions
 from steelyard.coordinator.waiting import Signal, Sleep
@@ -54,7 +57,8 @@ class Coordinator:
         self._versions = Versions(core, self._groups, self._leases)
         self._batches = Batches(core, self._groups, self._scoring)
         self._evaluations = Evaluations(core, self._scoring)
-        self._ticker: asyncio.Task[None] | None = None
+        self._cancellation = Cancellation(core, self._groups, self._batches)
+        self._ticker = Ticker(core, (TimeBudgets(core, self._groups), self._leases, self._scoring))
 
     @classmethod
     async def open(
@@ -71,6 +75,7 @@ class Coordinator:
         stream: TaskStream | None = None,
         counters: Counters | None = None,
         sleep: Sleep = asyncio.sleep,
+        jitter: Jitter | None = None,
     ) -> "Coordinator":
         """Start a run, or take over the one that ``journal`` holds. All leases then get one full period.
 
@@ -82,6 +87,7 @@ class Coordinator:
             open_traces: counts and ends recordings of attempts that fail.
             stream: the training tasks; None admits no training groups (evaluation only).
             counters: where refusals, failures and drops are counted.
+            jitter: chance in the back-off of retries; None waits each out in full.
 
         Raises:
             IntegrityError: the journal's chain is broken.
@@ -100,15 +106,10 @@ class Coordinator:
             ids=ids,
             counters=counters if counters is not None else Counters(),
             open_traces=open_traces,
+            jitter=jitter if jitter is not None else FullWait(),
         )
         coordinator = cls(core, journal, stream)
-        rules = settings.rules
-        if state.run is None:
-            core.record(
-                e.RunStarted(at_s=core.now_s(), run_id=run_id, seed=seed, config_digest=config_digest, rules=rules)
-            )
-        else:
-            core.record(e.RunResumed(at_s=core.now_s(), config_digest=config_digest, rules=rules))
+        core.begin(run_id, seed, config_digest)
         await coordinator._begin()
         return coordinator
 
@@ -118,8 +119,7 @@ class Coordinator:
             core.emit(effect)
         self._groups.admit()
         self._versions.release()
-        self._ticker = asyncio.create_task(self._tick(), name="coordinator-ticker")
-        self._ticker.add_done_callback(self._on_ticker_done)
+        self._ticker.start()
         try:
             await core.committed()
         except BaseException:
@@ -128,14 +128,14 @@ class Coordinator:
 
     async def close(self) -> None:
         """Commit what is in line, stop the ticker and close the journal. Live work stays live in the journal."""
-        await self._stop_ticker()
+        await self._ticker.stop()
         await self._core.commits.close()
         await self._journal.close()
 
     async def crash(self) -> None:
         """Stop as a killed process would: what is not committed is lost. For rehearsals of recovery."""
         self._core.commits.stop()
-        await self._stop_ticker()
+        await self._ticker.stop()
 
     # --- harness workers --------------------------------------------------------------------------
 
@@ -357,13 +357,15 @@ class Coordinator:
         label: str,
         samples_per_task: int = 1,
         max_turns: int | None = None,
+        priority: int = 0,
     ) -> tuple[str, ...]:
         """Sample and score tasks at one READY version under a label; returns the group ids in task order.
 
         Admitting a label again admits only what is missing, so that a resume can just repeat the call.
+        ``priority``: above 0 goes before training, below 0 after it.
 
         Raises:
-            InputError: the label is in use for another version, or a task comes twice.
+            InputError: the label is in use for another version, a task comes twice, or the priority is out of range.
             IllegalTransition: the version is not READY.
         """
         turns = self._core.settings.max_turns if max_turns is None else max_turns
@@ -375,6 +377,7 @@ class Coordinator:
                 label=label,
                 samples_per_task=samples_per_task,
                 max_turns=turns,
+                priority=priority,
             )
         )
 
@@ -390,6 +393,20 @@ class Coordinator:
     def evaluation_progress(self, label: str) -> tuple[int, int]:
         """Closed groups and all groups of a label."""
         return self._evaluations.progress(label)
+
+    # --- cancellation -----------------------------------------------------------------------------
+
+    async def cancel_group(self, group_id: str, reason: str) -> bool:
+        """Drop a live group as cancelled: workers are told at their next heartbeat, and results come too late.
+
+        Idempotent. False where nothing is left to cancel: the group is closed, consumed, unknown, or in the batch that
+        the trainer holds. ``reason`` is journalled. An evaluation's group is missing from its results.
+        """
+        return await self._answer(lambda: self._cancellation.cancel_group(group_id, reason))
+
+    async def cancel_task(self, task_id: str, reason: str) -> tuple[str, ...]:
+        """Cancel all live groups of a task; the ids of those that were. The stream may issue the task again."""
+        return await self._answer(lambda: self._cancellation.cancel_task(task_id, reason))
 
     # --- the run ----------------------------------------------------------------------------------
 
@@ -423,7 +440,9 @@ class Coordinator:
         """Who waits for whom."""
         core = self._core
         return await self._answer(
-            lambda: doctor.diagnose(core.state, core.settings, core.now_s(), self._scoring.held_jobs())
+            lambda: doctor.diagnose(
+                core.state, core.settings, core.now_s(), self._scoring.held_jobs(), self._leases.expiries()
+            )
         )
 
     def _finish(self, reason: str) -> None:
@@ -439,7 +458,7 @@ class Coordinator:
 
     async def _answer(self, act: Callable[[], _T]) -> _T:
         """Act on an up-to-date state, and answer, refusals too, when all that was read or written is durable."""
-        self._advance()
+        self._ticker.advance()
         try:
             result = act()
         except (Refused, IllegalTransition):
@@ -451,39 +470,9 @@ class Coordinator:
     async def _poll(self, signal: Signal, wait_s: float, act: Callable[[], tuple[_T, ...]]) -> tuple[_T, ...]:
         until_s = self._core.now_s() + wait_s
         while True:
-            self._advance()
+            self._ticker.advance()
             found = act()
             if found or self._core.now_s() >= until_s:
                 await self._core.committed()
                 return found
             await self._core.wait(signal, until_s)
-
-    def _advance(self) -> None:
-        self._core.check()
-        run = self._core.state.run
-        if run is not None and not run.is_finished:
-            self._leases.advance()
-            self._scoring.advance()
-
-    async def _tick(self) -> None:
-        """Expires leases and jobs on time, whoever else is awake. Ends only with an error or by ``close``."""
-        core = self._core
-        while True:
-            self._advance()
-            await core.wait(core.timers, min([core.now_s() + core.settings.tick_s, *self._dues_s()]))
-
-    def _dues_s(self) -> list[float]:
-        """When something runs out next. Nothing does in a finished run, whose leases are never looked at again."""
-        run = self._core.state.run
-        if run is None or run.is_finished:
-            return []
-        return [due for due in (self._leases.next_due_s(), self._scoring.next_due_s()) if due is not None]
-
-    def _on_ticker_done(self, ticker: "asyncio.Task[None]") -> None:
-        if not ticker.cancelled() and (error := ticker.exception()) is not None:
-            self._core.fail(error)
-
-    async def _stop_ticker(self) -> None:
-        if self._ticker is not None:
-            self._ticker.cancel()
-            await asyncio.gather(self._ticker, return_exceptions=True)

@@ -12,9 +12,10 @@ from steelyard.coordinator.entities import Group, Version
 from steelyard.coordinator.groups import Groups
 from steelyard.coordinator.leases import Leases
 from steelyard.coordinator.records import PendingStep, VersionInfo
+from steelyard.coordinator.retry_rules import Ending
 from steelyard.coordinator.transitions import VersionState
 from steelyard.errors import DeadlineExceeded, IllegalTransition
-from steelyard.types import LoadProof, Manifest, Outcome, Purpose
+from steelyard.types import LoadProof, Manifest, Purpose
 
 
 class Versions:
@@ -227,7 +228,7 @@ class Versions:
                 self._groups.drop(group, e.DropReason.CANCELLED)
         for rollout in list(self._core.state.held()):
             if rollout.policy_version in doomed:
-                self._leases.fail(rollout, Outcome.INFRA_FAILED, "orphaned", is_counted=False)
+                self._leases.fail(rollout, Ending.ABANDONED, "orphaned")
 
     def _on_group(self, _: fx.GroupChanged) -> None:
         self.release()

@@ -11,6 +11,7 @@ The end or failure of any loop ends all; what the journal holds is then what cou
 """
 
 import asyncio
+import random
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +124,7 @@ async def _lay_foundation(context: RunContext, stack: AsyncExitStack) -> Foundat
         open_traces=recorder,
         stream=_task_stream(environment, config),
         counters=context.news.counters,
+        jitter=random.Random(config.run.seed),
     )
     stack.push_async_callback(coordinator.close)
     sockets = stack.enter_context(scratch_folder())

@@ -17,7 +17,9 @@ from steelyard.assembly.samples import trace_samples
 from steelyard.coordinator.audit import AuditReport, audit
 from steelyard.coordinator.audit_deep import DeepAudit
 from steelyard.coordinator.audit_evidence import AuditStores, StoredVersion
+from steelyard.coordinator.core import Jitter
 from steelyard.coordinator.events import Rules
+from steelyard.coordinator.groups import TaskStream
 from steelyard.coordinator.journal.base import Journal
 from steelyard.coordinator.journal.memory import MemoryJournal
 from steelyard.coordinator.records import BatchPlan, CoordinatorSettings
@@ -119,6 +121,7 @@ class RunRig:
         settings: of the coordinator.
         num_tasks: of the stream; ``num_epochs`` passes (None: endless).
         seed: of ids, lengths and rewards.
+        jitter: chance in the back-off of retries; None waits each out in full.
         weights_salt: changes the weights that a replay gives, where set before it.
     """
 
@@ -130,14 +133,16 @@ class RunRig:
         num_epochs: int | None = None,
         seed: int = 0,
         journal: Journal | None = None,
+        jitter: Jitter | None = None,
     ) -> None:
         self.settings = settings or make_settings()
         self.clock = ManualClock()
         self.memory_journal = MemoryJournal()
         self.journal: Journal = journal if journal is not None else self.memory_journal
         self.stores = MemoryStores()
-        self.stream = ShuffledStream(num_tasks, seed, "task-{:04d}".format, num_epochs=num_epochs)
+        self.stream: TaskStream = ShuffledStream(num_tasks, seed, "task-{:04d}".format, num_epochs=num_epochs)
         self.ids = SeededIds(seed)
+        self.jitter = jitter
         self.random = random.Random(seed)
         self.weights_salt = ""
         self.coordinator: Coordinator
@@ -155,6 +160,7 @@ class RunRig:
             open_traces=self.stores,
             stream=self.stream,
             sleep=self.clock.sleep,
+            jitter=self.jitter,
         )
         return self
 

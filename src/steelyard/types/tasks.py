@@ -47,12 +47,16 @@ class Task(Record, frozen=True, kw_only=True):
 
 
 class TaskRef(Record, frozen=True, kw_only=True):
-    """A place in a task stream: which task comes at ``position`` (0, 1, 2, ...), and in which pass over all tasks."""
+    """A place in a task stream: which task comes at ``position`` (0, 1, 2, ...), and in which pass over all tasks.
+
+    Of the groups that are admitted those of a higher ``priority`` are leased earlier; the order of admission stays.
+    """
 
     position: int
     epoch: int
     task_index: int
     task_id: str
+    priority: int = 0
 
 
 class Sampling(Record, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 import pytest
 
 from steelyard.config import AdmissionConfig, Config, RolloutConfig, RunConfig, ScoringConfig, TrainConfig
+from steelyard.coordinator.events import Budgets
 from steelyard.coordinator.records import CoordinatorSettings, is_finite
 from steelyard.types import Sampling
 
@@ -11,7 +12,9 @@ def test_settings_follow_from_the_configuration() -> None:
     config = Config(
         run=RunConfig(seed=5),
         admission=AdmissionConfig(max_policy_lag=2, max_stale_retries=4),
-        rollout=RolloutConfig(group_size=4, temperature=0.7, max_tokens=33, lease_s=2.0),
+        rollout=RolloutConfig(
+            group_size=4, temperature=0.7, max_tokens=33, lease_s=2.0, budget_tokens=900, budget_s=60.0
+        ),
         train=TrainConfig(batch_size=24, max_steps=9),
         scoring=ScoringConfig(deadline_s=10.0),
     )
@@ -19,6 +22,8 @@ def test_settings_follow_from_the_configuration() -> None:
     assert (settings.rules.max_policy_lag, settings.rules.groups_per_batch, settings.rules.group_size) == (2, 6, 4)
     assert settings.sampling == Sampling(temperature=0.7, top_p=1.0, max_tokens=33, seed=5)
     assert (settings.max_steps, settings.max_stale_retries) == (9, 4)
+    assert settings.budgets == Budgets(num_attempts=3, num_tokens=900, time_s=60.0)
+    assert settings.priority_ageing_s == config.admission.priority_ageing_s
     assert settings.score_lease_s > 10.0, "a scorer that uses its whole deadline must still be in time"
     assert settings.tick_s <= settings.lease_s / 4
 
