@@ -285,6 +285,19 @@ def reuse_an_attempt(run: ForgedRun) -> None:
     run.edit("LEASED", lambda event: event.update(attempt_id=first), 1)
 
 
+def retry_what_did_not_fail(run: ForgedRun) -> None:
+    def change(events: list[Event]) -> None:
+        at, lease = next((n, event) for n, event in enumerate(events) if event["kind"] == "LEASED")
+        retried = {"kind": "ROLLOUT_RETRIED", "rollout_id": lease["rollout_id"]}
+        events.insert(at, {**retried, "at_s": lease["at_s"], "not_before_s": lease["at_s"]})
+
+    run.rewrite(change)
+
+
+def allow_no_attempt(run: ForgedRun) -> None:
+    run.edit("RUN_STARTED", lambda event: event["budgets"].update(num_attempts=0))
+
+
 class Case(NamedTuple):
     """``named`` must be among the broken invariants; only those of ``along`` may be broken with it."""
 
@@ -341,6 +354,8 @@ CASES = (
     ),
     Case(drop_a_group_from_a_step, "groups_whole", (*BOOKS, "advantages_recomputed")),
     Case(tighten_the_lag_bound, "lag_bound"),
+    Case(allow_no_attempt, "budgets_kept"),
+    Case(retry_what_did_not_fail, "retries_ruled", ("legal_transitions",)),
     Case(skip_a_prompt, "prompt_book_closed", BOOKS),
     Case(
         reuse_an_attempt,

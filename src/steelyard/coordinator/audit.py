@@ -10,6 +10,7 @@ from steelyard.coordinator.audit_batches import check_batches
 from steelyard.coordinator.audit_books import check_books
 from steelyard.coordinator.audit_evidence import AuditStores, Findings, gather
 from steelyard.coordinator.audit_journal import check_ids, check_lineage, read_events, replay
+from steelyard.coordinator.audit_retries import check_retries
 from steelyard.coordinator.audit_traces import check_scores, check_traces
 from steelyard.coordinator.audit_versions import check_checkpoints, check_versions
 from steelyard.types import Record
@@ -23,6 +24,8 @@ INVARIANTS = {
     "weights_stored": "Each kept version's files and parameters hash to its manifest, the one that was published.",
     "load_proofs": "Each load showed in memory exactly the published weights, and no version was READY without one.",
     "checkpoints_stored": "The last checkpoint is stored, and each stored one has the digest that was journalled.",
+    "budgets_kept": "No rollout was leased with a budget used up, nor cancelled for a budget that was not.",
+    "retries_ruled": "Only a failed attempt is followed by another, after its back-off; an interruption costs nothing.",
     "traces_stored": "The trace of each attempt that reported one is stored with the digest and counts of its sealing.",
     "traces_unspliced": "A trace holds turns of one attempt, in order, each extending its segment, no request twice.",
     "logprobs_recorded": "Each sampled token has a recorded finite log-probability of at most 0.",
@@ -95,6 +98,7 @@ def audit(stores: AuditStores, deep: audit_deep.DeepAudit | None = None) -> Audi
     facts = gather(events)
     check_ids(facts, findings)
     check_lineage(facts, findings)
+    check_retries(events, findings)
     check_versions(stores, facts, findings)
     check_checkpoints(stores, facts, findings)
     check_traces(stores, facts, findings)

@@ -367,6 +367,16 @@ def hang_a_version_on_the_wrong_parent(run: Broken) -> None:
     run.replace(index, msgspec.structs.replace(published, parent_version=1))
 
 
+def retry_without_waiting(run: Broken) -> None:
+    index, retried = run.events(e.RolloutRetried)[0]
+    run.replace(index, msgspec.structs.replace(retried, not_before_s=retried.not_before_s + 1000.0))
+
+
+def allow_one_attempt_only(run: Broken) -> None:
+    index, started = run.events(e.RunStarted)[0]
+    run.replace(index, msgspec.structs.replace(started, budgets=e.Budgets(num_attempts=1)))
+
+
 def under_report_lost_tokens(run: Broken) -> None:
     index, failed = next((i, f) for i, f in run.events(e.InfraFailed) if f.lost_tokens)
     run.replace(index, msgspec.structs.replace(failed, lost_tokens=0))
@@ -432,6 +442,8 @@ CORRUPTIONS: list[tuple[Callable[[Broken], None], str]] = [
     (skip_a_task, "prompt_book_closed"),
     (use_an_attempt_id_twice, "unique_ids"),
     (hang_a_version_on_the_wrong_parent, "parent_chain"),
+    (retry_without_waiting, "retries_ruled"),
+    (allow_one_attempt_only, "budgets_kept"),
     (under_report_lost_tokens, "token_book_closed"),
     (drop_a_token_from_a_trace, "traces_stored"),
     (make_a_logprob_infinite, "logprobs_recorded"),
