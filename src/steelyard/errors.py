@@ -5,7 +5,8 @@
     SteelyardError
     |- InputError            the user gave something that cannot work       (exit code 2)
     |   |- ConfigError       a configuration field breaks its rule
-    |   `- RunDirectoryError a run directory is missing, taken or not a run
+    |   |- RunDirectoryError a run directory is missing, taken or not a run
+    |   `- ProtocolMismatch  two sides of a call speak unlike versions
     |- RunError              a run failed; it can be resumed                (exit code 3)
     |   |- ProcessDied       a process of the run ended; carries the end of its log
     |   |- DeadlineExceeded  a wait ran out; names who was waited for
@@ -35,6 +36,10 @@ class ConfigError(InputError):
 
 class RunDirectoryError(InputError):
     """A run directory is missing, already in use, or not a run."""
+
+
+class ProtocolMismatch(InputError):
+    """Two sides of a call speak unlike versions of its protocol. The message names both."""
 
 
 class RunError(SteelyardError):

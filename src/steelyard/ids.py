@@ -7,7 +7,7 @@ import random
 import secrets
 from typing import Literal, Protocol
 
-IdKind = Literal["run", "grp", "rol", "att", "req", "call", "score", "load", "wrk", "rep"]
+IdKind = Literal["run", "grp", "rol", "att", "req", "call", "score", "load", "wrk", "rep", "ses"]
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 _NUM_CHARS = 16

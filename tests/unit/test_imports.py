@@ -20,6 +20,7 @@ BASE = {
     "digests",
     "log",
     "durable",
+    "signing",
 }
 STAGES = {
     "tasks", "coordinator", "harness", "sandbox", "environments", "gateway", "inference",

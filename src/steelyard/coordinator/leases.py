@@ -11,6 +11,7 @@ from steelyard.coordinator import admission
 from steelyard.coordinator import effects as fx
 from steelyard.coordinator import events as e
 from steelyard.coordinator.core import Core, short
+from steelyard.coordinator.deliveries import Deliveries
 from steelyard.coordinator.entities import Group, Rollout
 from steelyard.coordinator.groups import Groups
 from steelyard.coordinator.retry_rules import REPORTED, RETRY_RULES, Ending, RetryRule
@@ -49,14 +50,19 @@ class Leases:
         self._delayed: list[tuple[float, _Waiting]] = []
         self._expires_at_s: dict[str, float] = {}
         self._expiries: list[tuple[float, str]] = []
+        self._unstarted = Deliveries()
         core.subscribe(fx.WorkWaits, self._on_work)
         core.subscribe(fx.AttemptBegan, self._on_began)
         core.subscribe(fx.AttemptEnded, self._on_ended)
         core.subscribe(fx.VersionChanged, lambda _: core.work.notify())
 
-    def grant(self, worker_id: str, max_leases: int) -> tuple[Lease, ...]:
-        """Lease up to ``max_leases`` rollouts to a worker, each bound to a READY version."""
-        granted: list[Lease] = []
+    def grant(self, worker_id: str, max_leases: int, unstarted: frozenset[str] | None = None) -> tuple[Lease, ...]:
+        """Lease up to ``max_leases`` rollouts to a worker, each bound to a READY version.
+
+        ``unstarted``: attempts that the worker has and has not started; any other that is leased to it and not
+        started never arrived, and is handed out first. None: nothing gets lost on the way to this worker.
+        """
+        granted = [] if unstarted is None else self._lost(worker_id, max_leases, unstarted)
         set_aside: list[_Waiting] = []
         while self._ready and len(granted) < max_leases and not self._groups.is_draining:
             waiting = heapq.heappop(self._ready)
@@ -75,15 +81,19 @@ class Leases:
             heapq.heappush(self._ready, waiting)
         return tuple(granted)
 
+    def _lost(self, worker_id: str, max_leases: int, unstarted: frozenset[str]) -> list[Lease]:
+        lost = self._unstarted.lost(worker_id, unstarted)[:max_leases]
+        if lost:
+            self._core.counters.add("leases_handed_out_again", len(lost))
+        return [self.lease_of(self._core.state.attempts[attempt_id]) for attempt_id in lost]
+
     def start(self, worker_id: str | None, attempt_id: str, attempt_number: int) -> None:
         """The worker has begun. Idempotent while the attempt runs.
 
         Raises:
             Refused: the attempt is not live, is another worker's, or is over.
         """
-        rollout = self._held(attempt_id, attempt_number, worker_id)
-        if rollout.state is RolloutState.LEASED:
-            self._core.record(e.Running(at_s=self._core.now_s(), attempt_id=attempt_id))
+        self._ensure_running(self._held(attempt_id, attempt_number, worker_id))
 
     def heartbeat(self, worker_id: str, attempt_ids: tuple[str, ...]) -> tuple[str, ...]:
         """Renew the leases that ``worker_id`` holds; the attempts that it must stop."""
@@ -97,8 +107,8 @@ class Leases:
                 self._expires_at_s[attempt_id] = until_s
         return tuple(dead)
 
-    def finish(self, report: ArtifactReport) -> None:
-        """The trace is sealed and the artifact durable.
+    def finish(self, report: ArtifactReport, worker_id: str | None = None) -> None:
+        """The trace is sealed and the artifact durable; ``worker_id`` says so, where that is known.
 
         Raises:
             Refused: ``late``, ``expired``, ``unknown``, ``foreign``; ``double`` where another report came before.
@@ -106,6 +116,7 @@ class Leases:
         """
         core = self._core
         rollout = core.attempt(report.attempt_id, report.attempt_number)
+        self._require_holder(rollout, worker_id)
         if rollout.state not in HELD:
             if rollout.report == report:
                 core.counters.add("duplicate.artifact_ready")
@@ -124,14 +135,14 @@ class Leases:
         self._ensure_running(rollout)
         core.record(e.ArtifactReady(at_s=core.now_s(), report=report))
 
-    def report_failure(self, failure: AttemptFailure) -> None:
-        """The system could not carry the attempt through.
+    def report_failure(self, failure: AttemptFailure, worker_id: str | None = None) -> None:
+        """The system could not carry the attempt through; ``worker_id`` says so, where that is known.
 
         Raises:
             Refused: the attempt is not live, or has reported its end already; ``malformed`` for an outcome that is
                 not a worker's to give.
         """
-        rollout = self._held(failure.attempt_id, failure.attempt_number, None)
+        rollout = self._held(failure.attempt_id, failure.attempt_number, worker_id)
         ending = REPORTED.get(failure.outcome)
         if ending is None:
             detail = f"outcome of a failure must be one of {', '.join(REPORTED)}, got {failure.outcome}"
@@ -270,15 +281,21 @@ class Leases:
 
     def _held(self, attempt_id: str, attempt_number: int, worker_id: str | None) -> Rollout:
         rollout = self._core.attempt(attempt_id, attempt_number)
-        if worker_id is not None and rollout.worker_id != worker_id:
-            raise self._core.refuse("foreign", f"attempt {attempt_id} is held by {rollout.worker_id}, not {worker_id}")
+        self._require_holder(rollout, worker_id)
         if rollout.state not in HELD:
             raise self._core.refuse("double", f"attempt {attempt_id} is {rollout.state} already")
         return rollout
 
+    def _require_holder(self, rollout: Rollout, worker_id: str | None) -> None:
+        if worker_id is not None and rollout.worker_id != worker_id:
+            detail = f"attempt {rollout.attempt_id} is held by {rollout.worker_id}, not {worker_id}"
+            raise self._core.refuse("foreign", detail)
+
     def _ensure_running(self, rollout: Rollout) -> None:
         if rollout.state is RolloutState.LEASED:
-            self._core.record(e.Running(at_s=self._core.now_s(), attempt_id=rollout.attempt_id or ""))
+            attempt_id = rollout.attempt_id or ""
+            self._core.record(e.Running(at_s=self._core.now_s(), attempt_id=attempt_id))
+            self._unstarted.remove(attempt_id)
 
     def _expire(self, attempt_id: str) -> None:
         rollout = self._core.state.attempts.get(attempt_id)
@@ -315,8 +332,12 @@ class Leases:
         until_s = self._core.now_s() + self._core.settings.lease_s
         self._expires_at_s[effect.attempt_id] = until_s
         heapq.heappush(self._expiries, (until_s, effect.attempt_id))
+        rollout = self._core.state.attempts[effect.attempt_id]
+        if rollout.state is RolloutState.LEASED:
+            self._unstarted.add(rollout.worker_id or "", effect.attempt_id)
 
     def _on_ended(self, effect: fx.AttemptEnded) -> None:
+        self._unstarted.remove(effect.attempt_id)
         self._expires_at_s.pop(effect.attempt_id, None)
 
 

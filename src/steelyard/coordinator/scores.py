@@ -9,6 +9,7 @@ from steelyard.coordinator import admission
 from steelyard.coordinator import effects as fx
 from steelyard.coordinator import events as e
 from steelyard.coordinator.core import Core, short
+from steelyard.coordinator.deliveries import Deliveries
 from steelyard.coordinator.entities import Rollout
 from steelyard.coordinator.groups import Groups
 from steelyard.coordinator.leases import Leases
@@ -42,12 +43,17 @@ class Scoring:
         self._queue: deque[str] = deque()
         self._jobs: dict[str, HeldJob] = {}
         self._job_of: dict[str, str] = {}
+        self._given = Deliveries()
         self._expiries: list[tuple[float, str]] = []
         core.subscribe(fx.ScoreWaits, self._on_waits)
 
-    def grant(self, worker_id: str, max_jobs: int) -> tuple[ScoreJob, ...]:
-        """Up to ``max_jobs`` jobs, oldest artifact first."""
-        granted: list[ScoreJob] = []
+    def grant(self, worker_id: str, max_jobs: int, held: frozenset[str] | None = None) -> tuple[ScoreJob, ...]:
+        """Up to ``max_jobs`` jobs, oldest artifact first.
+
+        ``held``: jobs that the scorer works on; any other that was given to it never arrived, and is handed out
+        first. None: nothing gets lost on the way to this scorer.
+        """
+        granted = [] if held is None else self._lost(worker_id, max_jobs, held)
         while self._queue and len(granted) < max_jobs:
             attempt_id = self._queue.popleft()
             rollout = self._core.state.attempts.get(attempt_id)
@@ -56,8 +62,14 @@ class Scoring:
             granted.append(self._grant_one(worker_id, rollout, attempt_id))
         return tuple(granted)
 
-    def finish(self, score: Score) -> None:
-        """Take a verdict, or the news that there is none.
+    def _lost(self, worker_id: str, max_jobs: int, known: frozenset[str]) -> list[ScoreJob]:
+        lost = self._given.lost(worker_id, known)[:max_jobs]
+        if lost:
+            self._core.counters.add("jobs_handed_out_again", len(lost))
+        return [self._jobs[job_id].job for job_id in lost]
+
+    def finish(self, score: Score, worker_id: str | None = None) -> None:
+        """Take a verdict, or the news that there is none; ``worker_id`` says so, where that is known.
 
         Raises:
             Refused: the job or its attempt is not live; ``double`` where another score came before. An identical
@@ -70,6 +82,7 @@ class Scoring:
             return
         if held.job.attempt_id != score.attempt_id:
             raise core.refuse("foreign", f"job {score.job_id} is about {held.job.attempt_id}, not {score.attempt_id}")
+        self._require_holder(held, worker_id)
         rollout = core.attempt(score.attempt_id)
         if rollout.state is not RolloutState.ARTIFACT_READY:
             self._forget(held.job)
@@ -83,15 +96,23 @@ class Scoring:
         else:
             self._accept(held.job, rollout, score)
 
-    def artifact_lost(self, attempt_id: str, detail: str) -> None:
+    def artifact_lost(self, attempt_id: str, detail: str, worker_id: str | None = None) -> None:
         """The artifact or trace of a sealed attempt cannot be read back: the attempt is lost, its rollout is not.
 
+        Args:
+            worker_id: the scorer that says so, which must hold a job of the attempt; None: the run itself.
+
         Raises:
-            Refused: the attempt is not waiting to be scored.
+            Refused: the attempt is not waiting to be scored, or not by this scorer.
         """
         rollout = self._core.attempt(attempt_id)
         if rollout.state is not RolloutState.ARTIFACT_READY:
             raise self._core.refuse("late", f"attempt {attempt_id} is {rollout.state}")
+        if worker_id is not None:
+            held = self._jobs.get(self._job_of.get(attempt_id, ""))
+            if held is None:
+                raise self._core.refuse("late", f"no job of attempt {attempt_id} is held by {worker_id}")
+            self._require_holder(held, worker_id)
         self._forget_attempt(attempt_id)
         self._leases.fail(rollout, Ending.INFRA_FAILED, "artifact_lost", detail)
 
@@ -132,6 +153,7 @@ class Scoring:
         )
         self._jobs[job.job_id] = HeldJob(job=job, worker_id=worker_id, since_s=now_s)
         self._job_of[attempt_id] = job.job_id
+        self._given.add(worker_id, job.job_id)
         heapq.heappush(self._expiries, (job.expires_at_s, job.job_id))
         core.timers.notify()
         return job
@@ -172,8 +194,14 @@ class Scoring:
         reason = "double" if rollout.score is not None else "late"
         raise core.refuse(reason, f"job {score.job_id} is over; attempt {score.attempt_id} is {rollout.state}")
 
+    def _require_holder(self, held: HeldJob, worker_id: str | None) -> None:
+        if worker_id is not None and held.worker_id != worker_id:
+            detail = f"job {held.job.job_id} is held by {held.worker_id}, not {worker_id}"
+            raise self._core.refuse("foreign", detail)
+
     def _forget(self, job: ScoreJob) -> None:
         self._jobs.pop(job.job_id, None)
+        self._given.remove(job.job_id)
         if self._job_of.get(job.attempt_id) == job.job_id:
             del self._job_of[job.attempt_id]
 

@@ -8,7 +8,8 @@
     replicas  loaded -> ready
 
 Every answer waits for the commit of what it read or wrote. A late, double or unknown message is refused and counted.
-All waits have deadlines; ``fail`` ends every one of them with its error.
+All waits have deadlines; ``fail`` ends every one of them with its error. A ``worker_id`` with a report is who makes it,
+and must be who holds the attempt or job; None where nobody else can.
 """
 
 import asyncio
@@ -139,9 +140,14 @@ class Coordinator:
 
     # --- harness workers --------------------------------------------------------------------------
 
-    async def lease(self, worker_id: str, max_leases: int, wait_s: float) -> tuple[Lease, ...]:
-        """Up to ``max_leases`` attempts to run, at once where there is work, else within ``wait_s``; may be empty."""
-        return await self._poll(self._core.work, wait_s, lambda: self._leases.grant(worker_id, max_leases))
+    async def lease(
+        self, worker_id: str, max_leases: int, wait_s: float, unstarted: frozenset[str] | None = None
+    ) -> tuple[Lease, ...]:
+        """Up to ``max_leases`` attempts to run, at once where there is work, else within ``wait_s``; may be empty.
+
+        ``unstarted``: of a worker whom an answer may not reach; see :meth:`Leases.grant`.
+        """
+        return await self._poll(self._core.work, wait_s, lambda: self._leases.grant(worker_id, max_leases, unstarted))
 
     async def start(self, attempt_id: str, attempt_number: int, worker_id: str | None = None) -> None:
         """The worker has begun the attempt; optional, ``artifact_ready`` implies it.
@@ -155,21 +161,21 @@ class Coordinator:
         """Renew leases; returns the attempts that are no longer alive and must be stopped."""
         return await self._answer(lambda: self._leases.heartbeat(worker_id, attempt_ids))
 
-    async def artifact_ready(self, report: ArtifactReport) -> None:
+    async def artifact_ready(self, report: ArtifactReport, worker_id: str | None = None) -> None:
         """The trace is sealed and the artifact durable; the attempt goes to scoring.
 
         Raises:
             Refused: late, double, unknown, expired or foreign. An identical repetition is accepted.
         """
-        await self._answer(lambda: self._leases.finish(report))
+        await self._answer(lambda: self._leases.finish(report, worker_id))
 
-    async def attempt_failed(self, failure: AttemptFailure) -> None:
+    async def attempt_failed(self, failure: AttemptFailure, worker_id: str | None = None) -> None:
         """The system could not carry the attempt through; it is tried again while there is budget.
 
         Raises:
             Refused: the attempt is not live, or has reported its end already.
         """
-        await self._answer(lambda: self._leases.report_failure(failure))
+        await self._answer(lambda: self._leases.report_failure(failure, worker_id))
 
     async def abandon(self, reason: str) -> int:
         """End all held attempts without using up budget, because their workers are known to be gone. How many."""
@@ -197,25 +203,30 @@ class Coordinator:
 
     # --- scorers ----------------------------------------------------------------------------------
 
-    async def lease_scores(self, worker_id: str, max_jobs: int, wait_s: float) -> tuple[ScoreJob, ...]:
-        """Up to ``max_jobs`` artifacts to score, at once where there are some, else within ``wait_s``."""
-        return await self._poll(self._core.scores, wait_s, lambda: self._scoring.grant(worker_id, max_jobs))
+    async def lease_scores(
+        self, worker_id: str, max_jobs: int, wait_s: float, held: frozenset[str] | None = None
+    ) -> tuple[ScoreJob, ...]:
+        """Up to ``max_jobs`` artifacts to score, at once where there are some, else within ``wait_s``.
 
-    async def score(self, score: Score) -> None:
+        ``held``: of a scorer whom an answer may not reach; see :meth:`Scoring.grant`.
+        """
+        return await self._poll(self._core.scores, wait_s, lambda: self._scoring.grant(worker_id, max_jobs, held))
+
+    async def score(self, score: Score, worker_id: str | None = None) -> None:
         """A verdict, or an outcome that says why there is none (then the artifact is scored again, within budget).
 
         Raises:
             Refused: late, double, unknown, expired or foreign. An identical repetition is accepted.
         """
-        await self._answer(lambda: self._scoring.finish(score))
+        await self._answer(lambda: self._scoring.finish(score, worker_id))
 
-    async def artifact_lost(self, attempt_id: str, detail: str) -> None:
+    async def artifact_lost(self, attempt_id: str, detail: str, worker_id: str | None = None) -> None:
         """The artifact or trace of a sealed attempt cannot be read back; the rollout is tried again.
 
         Raises:
-            Refused: the attempt is not waiting to be scored.
+            Refused: the attempt is not waiting to be scored, or not by this scorer.
         """
-        await self._answer(lambda: self._scoring.artifact_lost(attempt_id, detail))
+        await self._answer(lambda: self._scoring.artifact_lost(attempt_id, detail, worker_id))
 
     # --- the trainer ------------------------------------------------------------------------------
 

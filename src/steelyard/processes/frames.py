@@ -75,6 +75,7 @@ _BY_MESSAGE: dict[str, type[errors.SteelyardError]] = {
     for cls in (
         errors.InputError,
         errors.ConfigError,
+        errors.ProtocolMismatch,
         errors.RunDirectoryError,
         errors.RunError,
         errors.StorageFailed,
@@ -85,19 +86,28 @@ _BY_MESSAGE: dict[str, type[errors.SteelyardError]] = {
 }
 
 
+def describe(error: BaseException) -> tuple[str, ErrorBody]:
+    """The kind of ``error`` and what is said of it, for any wire; :func:`error_of` turns it back."""
+    reason, message = (error.reason, error.detail) if isinstance(error, errors.Refused) else ("", str(error))
+    return type(error).__name__, ErrorBody(reason=reason, message=message)
+
+
+def error_of(kind: str, body: ErrorBody, peer: str, method: str) -> errors.SteelyardError:
+    """The error that was described; an unknown kind becomes :class:`errors.RemoteFailed`."""
+    if kind == errors.Refused.__name__:
+        return errors.Refused(body.reason, body.message)
+    known = _BY_MESSAGE.get(kind)
+    if known is not None:
+        return known(body.message)
+    return errors.RemoteFailed(f"{method} at {peer} failed with {kind}: {body.message}")
+
+
 def error_frame(call_id: int, error: BaseException) -> Frame:
     """The frame that carries ``error`` to the caller."""
-    reason, message = (error.reason, error.detail) if isinstance(error, errors.Refused) else ("", str(error))
-    body = ErrorBody(reason=reason, message=message)
-    return Frame(call_id, "error", type(error).__name__, msgspec.Raw(_ENCODER.encode(body)))
+    kind, body = describe(error)
+    return Frame(call_id, "error", kind, msgspec.Raw(_ENCODER.encode(body)))
 
 
 def error_from(frame: Frame, peer: str, method: str) -> errors.SteelyardError:
     """The error that an error frame carries; an unknown kind becomes :class:`errors.RemoteFailed`."""
-    body = msgspec.msgpack.decode(frame.body, type=ErrorBody)
-    if frame.name == errors.Refused.__name__:
-        return errors.Refused(body.reason, body.message)
-    known = _BY_MESSAGE.get(frame.name)
-    if known is not None:
-        return known(body.message)
-    return errors.RemoteFailed(f"{method} at {peer} failed with {frame.name}: {body.message}")
+    return error_of(frame.name, msgspec.msgpack.decode(frame.body, type=ErrorBody), peer, method)
