@@ -5,6 +5,7 @@ after a drawn time; it asks the coordinator whether an attempt is alive, as the 
 """
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable
 
@@ -79,6 +80,7 @@ class ControlProgram:
         draw: tokens and times of the gateway.
         on_request: sees every request before it is carried out.
         on_finding: told of errors that no such process may meet.
+        look: called before each life: journal and stores as the death of the one before left them.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class ControlProgram:
         parts: Parts,
         on_request: Callable[[Packet], None],
         on_finding: Callable[[BaseException], None],
+        look: Callable[[], None],
     ) -> None:
         self.coordinator: Coordinator | None = None
         self._stores = stores
@@ -104,9 +107,11 @@ class ControlProgram:
         self._parts = parts
         self._on_request = on_request
         self._on_finding = on_finding
+        self._look = look
 
     async def __call__(self, life: Life) -> None:
         """One life. Ends when the journal refuses, as the real process does, which then recovers."""
+        self._look()
         recorder = Recorder(TurnFiles(self._stores), FileLedger(self._stores.ledger), Counters(), life.clock)
         coordinator = await self._parts.coordinator.open(
             journal=self._parts.journal(self._stores.journal),
@@ -144,7 +149,8 @@ class ControlProgram:
                     outcome=Outcome.CANCELLED,
                     reason="gateway_died",
                 )
-                await coordinator.attempt_failed(failure)
+                with contextlib.suppress(Refused):  # its lease may run out meanwhile
+                    await coordinator.attempt_failed(failure)
 
 
 def _worker_methods(coordinator: Coordinator) -> dict[str, Method]:

@@ -129,15 +129,19 @@ class DiskJournal:
 
     async def append(self, events: Sequence[AnyEvent]) -> None:
         """See :class:`steelyard.coordinator.journal.base.Journal`."""
-        records, head = chain(self._head, events)
-        num_bytes = len(self._file.written)
-        self._file.append(encode_frame(records))
+        num_bytes, head = len(self._file.written), self._head
+        self.write(events)
         try:
             await self._file.sync()
         except StorageFailed:
             self._file.cut(num_bytes)
+            self._head = head
             raise
-        self._head = head
+
+    def write(self, events: Sequence[AnyEvent]) -> None:
+        """Write ``events`` as one batch into the page cache."""
+        records, self._head = chain(self._head, events)
+        self._file.append(encode_frame(records))
 
     async def replay(self) -> tuple[AnyEvent, ...]:
         """See :class:`steelyard.coordinator.journal.base.Journal`."""

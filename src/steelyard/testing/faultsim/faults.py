@@ -16,8 +16,9 @@ from steelyard.testing.faultsim.network import FAIR, Weather
 if TYPE_CHECKING:
     from steelyard.testing.faultsim.world import World
 
-KINDS = ("kill", "stop", "power", "partition", "weather", "disk", "objects", "clock", "grader", "diverge")
+KINDS = ("kill", "stop", "power", "partition", "weather", "disk", "objects", "clock", "grader", "diverge", "moment")
 _MEAN_PAUSE_S = 2.0
+_MOMENT_FRAC, _SEAL_FRAC = 0.01, 0.2
 
 
 class Faults:
@@ -35,6 +36,8 @@ class Faults:
         self.grader_fail_frac = 0.2 if "grader" in self.kinds else 0.0
         self._world = world
         self._draw = draw
+        self._draw_moment = random.Random(draw.random())
+        self._is_on = False
         self._acts: dict[str, Callable[[], None]] = {
             "kill": self._kill,
             "stop": self._stop,
@@ -46,15 +49,28 @@ class Faults:
             "clock": self._clock,
         }
 
+    def at_request(self, source: str, method: str) -> None:
+        """A request of ``source`` is about to be carried out: a moment at which its sender may be stopped.
+
+        A worker that sleeps between the sealing of its trace and its report goes on after its lease.
+        """
+        frac = _SEAL_FRAC if method == "seal" else _MOMENT_FRAC
+        if self._is_on and "moment" in self.kinds and self._draw_moment.random() < frac:
+            self.counts["moment"] += 1
+            self._world.processes[source].stop_for(self._draw_moment.uniform(5.0, 20.0))
+
     async def happen(self, end_s: float, ends: Sequence["asyncio.Future[Any]"]) -> None:
         """Do harm until ``end_s`` or until one of ``ends`` is done; then everything heals."""
         world, kinds = self._world, [kind for kind in self.kinds if kind in self._acts]
         world.note(f"faults of this seed: {', '.join(self.kinds) or 'none'}")
-        while kinds and world.loop.time() < end_s:
+        self._is_on = True
+        while world.loop.time() < end_s:
             pause_s = self._draw.expovariate(1.0 / _MEAN_PAUSE_S)
             done, _ = await asyncio.wait(ends, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
             if done:
                 break
+            if not kinds:
+                continue
             kind = self._draw.choice(kinds)
             self.counts[kind] += 1
             self._acts[kind]()
@@ -62,6 +78,7 @@ class Faults:
 
     def _heal(self) -> None:
         world = self._world
+        self._is_on = False
         world.note("all faults end")
         self._calm()
         world.network.cut.clear()

@@ -46,6 +46,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     Args:
         limit_s: virtual seconds after which the main task must have ended.
 
+    ``ended_at_s`` is when it had ended, None before; ``num_callbacks`` counts what ran until then.
+
     Raises:
         Stuck: from ``run_until_complete``: nothing is ready and no timer is set, the limit has passed, or callbacks
             follow each other without end at one instant.
@@ -55,13 +57,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().__init__()
         self.limit_s = limit_s
         self.num_callbacks = 0
+        self.ended_at_s: float | None = None
         self.owners: list[Owner] = []
         self._now_s = 0.0
         self._due: deque[tuple[asyncio.Handle, Owner | None]] = deque()
         self._timers: list[tuple[float, int, asyncio.TimerHandle, Owner | None]] = []
         self._numbers = itertools.count()
         self._num_at_instant = 0
-        self.set_task_factory(_owned_task)
+        self._num_tasks = 0
+        self.set_task_factory(lambda _, coroutine, **options: self._new_task(coroutine, **options))
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
@@ -106,6 +110,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._due.extend((handle, owner) for handle in owner.held)
         owner.held = []
 
+    def _new_task(self, coroutine: Any, **options: Any) -> "asyncio.Task[Any]":
+        """Every task of a process is kept: one that is collected would run its handlers."""
+        self._num_tasks += 1
+        task = _NumberedTask(coroutine, number=self._num_tasks, loop=self, **options)
+        context = options.get("context")
+        owner = OWNER.get() if context is None else context.get(OWNER)
+        if owner is not None:
+            owner.tasks.append(task)
+        return task
+
     def _run_once(self) -> None:
         """One round: what is ready now, or else the next timer. Called by ``run_forever``."""
         if not self._due:
@@ -118,7 +132,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 owner.held.append(handle)  # for a dead one until the end, when everything is unwound
                 continue
             handle._run()
-            self.num_callbacks += 1
+            self.num_callbacks += self.ended_at_s is None
             self._num_at_instant += 1
         if self._num_at_instant > _MAX_CALLBACKS_PER_INSTANT:
             raise Stuck(f"time stands still at {self._now_s:.3f} s; {self.who_waits()}")
@@ -137,10 +151,32 @@ class VirtualLoop(asyncio.BaseEventLoop):
             _, _, handle, owner = heapq.heappop(timers)
             self._due.append((handle, owner))
 
+    def unwind(self) -> None:
+        """Cancel every task, of dead processes too, until none is left; what they say of it goes nowhere.
+
+        Raises:
+            Stuck: some do not end.
+        """
+        self.limit_s, self.ended_at_s = float("inf"), self._now_s
+        self.set_exception_handler(lambda _loop, _context: None)
+        for owner in self.owners:
+            owner.is_dead = False
+            self.go_on(owner)
+        for _ in range(_MAX_UNWINDINGS):
+            tasks = asyncio.all_tasks(self)
+            if not tasks:
+                return
+            for task in tasks:
+                task.cancel()
+            self._num_at_instant = 0
+            self.run_until_complete(asyncio.wait(tasks, timeout=1.0))
+        raise Stuck(f"tasks do not end when they are cancelled; {self.who_waits()}")
+
     def who_waits(self) -> str:
-        """The unfinished tasks of living processes, and where each of them stands."""
+        """The unfinished tasks of living processes that have a name, and where each of them stands."""
         gone = {id(task) for owner in self.owners if owner.is_dead for task in owner.tasks}
-        waiting = [task for task in asyncio.all_tasks(self) if id(task) not in gone]
+        named = [task for task in asyncio.all_tasks(self) if not task.get_name().startswith("Task-")]
+        waiting = [task for task in named if id(task) not in gone]
         lines = [f"{task.get_name()}: {' > '.join(_where(task))}" for task in waiting]
         return "waiting: " + "; ".join(sorted(lines))
 
@@ -149,14 +185,15 @@ def _is_dead(owner: Owner | None) -> bool:
     return owner is not None and owner.is_dead
 
 
-def _owned_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> "asyncio.Task[Any]":
-    """Keeps every task of a process, so that none of a killed one is collected, which would run its handlers."""
-    task: asyncio.Task[Any] = asyncio.Task(coroutine, loop=loop, **options)
-    context = options.get("context")
-    owner = OWNER.get() if context is None else context.get(OWNER)
-    if owner is not None:
-        owner.tasks.append(task)
-    return task
+class _NumberedTask(asyncio.Task[Any]):
+    """Sets of tasks are walked in an order that depends on hashes: those must not be addresses."""
+
+    def __init__(self, coroutine: Any, *, number: int, **options: Any) -> None:
+        self._number = number
+        super().__init__(coroutine, **options)
+
+    def __hash__(self) -> int:
+        return self._number
 
 
 def _where(task: "asyncio.Task[Any]") -> Iterator[str]:
@@ -176,22 +213,7 @@ def run(main: Coroutine[Any, Any, _T], loop: VirtualLoop) -> _T:
     try:
         return loop.run_until_complete(task)
     finally:
-        _unwind(loop)
-        loop.close()
-
-
-def _unwind(loop: VirtualLoop) -> None:
-    """Cancel every task until none is left; what they say of it goes nowhere."""
-    loop.limit_s = float("inf")
-    loop.set_exception_handler(lambda _loop, _context: None)
-    for owner in loop.owners:
-        owner.is_dead = False
-        loop.go_on(owner)
-    for _ in range(_MAX_UNWINDINGS):
-        tasks = asyncio.all_tasks(loop)
-        if not tasks:
-            return
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
-    raise Stuck(f"tasks do not end when they are cancelled; {loop.who_waits()}")
+        try:
+            loop.unwind()
+        finally:
+            loop.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -22,6 +23,15 @@ from steelyard.types import Manifest, StepBatch, Trace, TrainingSample
 
 _BATCH_WAIT_S = 20.0
 _CHECKPOINT_EVERY = 2
+_MICRO_BATCH_TOKENS = 4096
+
+Build = Callable[[int, int, Sequence[TrainingSample]], StepBatch]
+"""Makes the batch of a step, computed at a version, from samples."""
+
+
+def build_batch(step: int, version: int, samples: Sequence[TrainingSample]) -> StepBatch:
+    """By the real assembly."""
+    return build_step_batch(step, version, samples, _MICRO_BATCH_TOKENS)
 
 
 class TrainerProgram:
@@ -29,6 +39,7 @@ class TrainerProgram:
 
     Args:
         diverge_frac: the fraction of lives that compute other weights than the ones before.
+        build: makes a batch of samples; ``build_step_batch`` but for mutations.
     """
 
     def __init__(
@@ -40,8 +51,10 @@ class TrainerProgram:
         *,
         max_steps: int,
         diverge_frac: float,
+        build: Build,
     ) -> None:
-        self.diverge_frac = diverge_frac
+        self._diverge_frac = diverge_frac
+        self._build = build
         self.finished = asyncio.Event()
         self._network = network
         self._stores = stores
@@ -52,8 +65,8 @@ class TrainerProgram:
     async def __call__(self, life: Life) -> None:
         """One life: replay, train the steps that are left, finish the run."""
         caller = Caller(life, self._network, CONTROL, retry_s=RETRY_S, give_up_s=GIVE_UP_S)
-        salt = f"of life {life.number}" if self._draw.random() < self.diverge_frac else ""
-        await _Trainer(caller, self._stores, self._witness, self._draw, salt, self._max_steps).run()
+        salt = f"of life {life.number}" if self._draw.random() < self._diverge_frac else ""
+        await _Trainer(caller, self._stores, self._witness, self._draw, salt, self._max_steps, self._build).run()
         self.finished.set()
         await asyncio.Event().wait()  # ended with the world
 
@@ -67,7 +80,9 @@ class _Trainer:
         draw: random.Random,
         salt: str,
         max_steps: int,
+        build: Build,
     ) -> None:
+        self._build = build
         self._call = caller.call
         self._stores = stores
         self._witness = witness
@@ -133,7 +148,7 @@ class _Trainer:
             if digest_bytes(data) != member.trace.digest:
                 raise IntegrityError(f"the trace of {member.attempt_id} must have digest {member.trace.digest}")
             samples.extend(trace_samples(msgspec.msgpack.decode(data, type=Trace), advantages[member.attempt_id]))
-        return build_step_batch(plan.step, plan.parent_version, samples, 4096)
+        return self._build(plan.step, plan.parent_version, samples)
 
     async def _publish(self, step: int, parent_version: int | None) -> int:
         version: int = await self._call("next_version", (), int)

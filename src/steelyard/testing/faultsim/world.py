@@ -22,7 +22,7 @@ from steelyard.testing.faultsim.network import Network, Packet
 from steelyard.testing.faultsim.processes import Process
 from steelyard.testing.faultsim.stores import RunStores
 from steelyard.testing.faultsim.stranger import StrangerProgram
-from steelyard.testing.faultsim.training import TrainerProgram
+from steelyard.testing.faultsim.training import Build, TrainerProgram, build_batch
 from steelyard.testing.faultsim.witness import Witness
 from steelyard.testing.faultsim.workers import Artifacts, ScorerProgram, WorkerProgram
 from steelyard.testing.run_rig import make_settings
@@ -34,11 +34,12 @@ _NUM_STEPS = 3
 
 
 class Mutation(msgspec.Struct, frozen=True, kw_only=True):
-    """A change to the logic that must be found out: other parts of the control process, other artifacts."""
+    """A change to the logic that must be found out: other parts of the control process, another way to store
+    artifacts or to build batches."""
 
     parts: Parts = Parts()
     artifacts: Callable[[Blobs[str]], Artifacts] = Artifacts
-    stream: Callable[[ShuffledStream], ShuffledStream] = lambda stream: stream
+    build: Build = build_batch
 
 
 class Verdict(Record, frozen=True, kw_only=True):
@@ -119,7 +120,8 @@ class World:
 
     def note(self, line: str) -> None:
         """Add a line to the trace."""
-        self.trace.append(f"{self.loop.time():9.3f} s  {line}")
+        if self.loop.ended_at_s is None:
+            self.trace.append(f"{self.loop.time():9.3f} s  {line}")
 
     def found(self, error: BaseException) -> None:
         """Something happened that must not: the run is over."""
@@ -175,7 +177,7 @@ class World:
             trace=tuple(self.trace),
             num_events=num_events,
             num_callbacks=self.loop.num_callbacks,
-            ended_at_s=round(self.loop.time(), 3),
+            ended_at_s=round(self.loop.ended_at_s or 0.0, 3),
             faults=dict(self.faults.counts),
             counters=dict(control.counters.read()) if control is not None else {},
         )
@@ -186,12 +188,13 @@ class World:
             stores=self.stores,
             network=self.network,
             settings=self.settings,
-            stream=mutation.stream(self.tasks),
+            stream=self.tasks,
             ids=SeededIds(self.seed),
             draw=self._stream_of("gateway"),
             parts=mutation.parts,
             on_request=self._on_request,
             on_finding=self.found,
+            look=self.check,
         )
         self._trainer = TrainerProgram(
             self.network,
@@ -200,6 +203,7 @@ class World:
             self._stream_of("trainer"),
             max_steps=_NUM_STEPS,
             diverge_frac=self.faults.diverge_frac,
+            build=mutation.build,
         )
         self._stranger = StrangerProgram(self.network, self.witness, self._stream_of("stranger"))
         self._add(CONTROL, self._control)
@@ -228,6 +232,7 @@ class World:
 
     def _on_request(self, packet: Packet) -> None:
         self._stranger.overhear(packet)
+        self.faults.at_request(packet.source, packet.method)
         if self._is_verbose:
             body = msgspec.msgpack.decode(packet.body)
             self.note(f"{packet.source} asks {packet.method} {str(body)[:160]}")
