@@ -47,14 +47,21 @@ _T = TypeVar("_T")
 
 
 class Coordinator:
-    """Use :meth:`open`; the object lives in one event loop."""
+    """Use :meth:`open`; the object lives in one event loop.
+
+    The types of its parts are attributes, so that a subclass can be given a fault that tests must find.
+    """
+
+    groups_type: type[Groups] = Groups
+    leases_type: type[Leases] = Leases
+    scoring_type: type[Scoring] = Scoring
 
     def __init__(self, core: Core, journal: Journal, stream: TaskStream | None) -> None:
         self._core = core
         self._journal = journal
-        self._groups = Groups(core, stream)
-        self._leases = Leases(core, self._groups)
-        self._scoring = Scoring(core, self._groups, self._leases)
+        self._groups = self.groups_type(core, stream)
+        self._leases = self.leases_type(core, self._groups)
+        self._scoring = self.scoring_type(core, self._groups, self._leases)
         self._versions = Versions(core, self._groups, self._leases)
         self._batches = Batches(core, self._groups, self._scoring)
         self._evaluations = Evaluations(core, self._scoring)
@@ -116,7 +123,7 @@ class Coordinator:
 
     async def _begin(self) -> None:
         core = self._core
-        for effect in list(outbox(core.state)):
+        for effect in self._outbox():
             core.emit(effect)
         self._groups.admit()
         self._versions.release()
@@ -126,6 +133,10 @@ class Coordinator:
         except BaseException:
             await self.close()
             raise
+
+    def _outbox(self) -> list[Effect]:
+        """What a recovery hands out again."""
+        return list(outbox(self._core.state))
 
     async def close(self) -> None:
         """Commit what is in line, stop the ticker and close the journal. Live work stays live in the journal."""

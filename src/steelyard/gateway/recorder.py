@@ -50,6 +50,7 @@ class Ledger(Protocol):
 
     def add(self, attempt_id: str, request_id: str, num_tokens: int) -> None: ...
     def recorded(self, attempt_id: str) -> int: ...
+    def sync(self) -> None: ...
 
 
 class AttemptLog:
@@ -161,8 +162,8 @@ class Recorder:
                 attempt is not alive.
 
         Raises:
-            Refused: the attempt was discarded or is not alive (``late``), or was sealed with another ending
-                (``double``).
+            Refused: the attempt was discarded, is not alive, or its gateway died under it (``late``), or was sealed
+                with another ending (``double``).
             IntegrityError: the sealed trace does not hold what was counted.
             StorageFailed: the disk refused; sealing may be tried again.
         """
@@ -172,6 +173,9 @@ class Recorder:
         if log is not None:
             log.is_closed = True
             bound_version = log.policy_version
+        elif not self._store.is_sealed(attempt_id) and self._left_by_another(attempt_id):
+            # A power cut may have taken some of its turns, and nobody knows how many there were.
+            raise Refused("late", f"the gateway of attempt {attempt_id} died under it; it cannot be sealed")
         if bound_version is None:
             raise Refused("late", f"attempt {attempt_id} is not alive and cannot be sealed")
         sealed = await self._store.seal(attempt_id, end_reason, tools, bound_version)
@@ -190,7 +194,10 @@ class Recorder:
 
         Returns:
             Its recorded tokens, which are now lost. The files stay until the sweep. Doing it again gives the
-            same number.
+            same number, after a power cut too.
+
+        Raises:
+            StorageFailed: the disk refused to keep the count.
         """
         log = self._logs.get(attempt_id)
         if log is not None:
@@ -199,19 +206,21 @@ class Recorder:
         if self._store.is_sealed(attempt_id):
             trace, _ = self._store.read_now(attempt_id)
             return sum(len(turn.token_ids) for turn in trace.turns)
-        turns = self._store.open_turns(attempt_id)
-        lost = sum(len(turn.token_ids) for turn in turns)
         counted = self._ledger.recorded(attempt_id)
-        if turns and lost - counted == len(turns[-1].token_ids):
-            return counted  # the last frame was written, and the process died before it was counted
-        if lost < counted:
-            _LOG.warning("open trace %s holds %d of %d recorded tokens; all are lost", attempt_id, lost, counted)
-            return counted  # a power cut took frames that were counted
-        return lost
+        held = sum(len(turn.token_ids) for turn in self._store.open_turns(attempt_id))
+        if held < counted:
+            _LOG.warning("open trace %s holds %d of %d recorded tokens; all are lost", attempt_id, held, counted)
+        # Frames beyond the count were never recorded: a kill leaves one of them, a power cut can leave several.
+        if counted:
+            self._ledger.sync()  # the journal books these as lost, so a power cut must not take them from the count
+        return counted
 
     def count_unrecorded(self, num_tokens: int) -> None:
         """Tokens that an engine sampled and that no turn holds; they are outside the books."""
         self._counters.add("gateway.unrecorded_tokens", num_tokens)
+
+    def _left_by_another(self, attempt_id: str) -> bool:
+        return bool(self._ledger.recorded(attempt_id) or self._store.open_turns(attempt_id))
 
     def _write(self, turn: Turn) -> None:
         num_bytes = self._store.append(turn)

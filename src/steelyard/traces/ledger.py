@@ -32,6 +32,7 @@ class TokenLedger:
         except OSError as error:
             raise storage_failed(path, error) from error
         self._num_bytes = self._load()
+        self._num_synced_bytes = 0
 
     def add(self, attempt_id: str, request_id: str, num_tokens: int) -> None:
         """Count one recorded model call. From here on its tokens are recorded.
@@ -59,15 +60,19 @@ class TokenLedger:
         return self._counts.total()
 
     def sync(self) -> None:
-        """Make all lines survive a power cut; blocks for the disk.
+        """Make all lines survive a power cut; blocks for the disk where one does not yet.
 
         Raises:
             StorageFailed: the disk refused.
         """
+        num_bytes = self._num_bytes
+        if num_bytes == self._num_synced_bytes:
+            return
         try:
             os.fdatasync(self._descriptor)
         except OSError as error:
             raise storage_failed(self._path, error) from error
+        self._num_synced_bytes = num_bytes
 
     def close(self) -> None:
         """Give the file back."""

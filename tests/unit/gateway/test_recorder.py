@@ -128,6 +128,36 @@ def test_tokens_that_a_power_cut_took_from_the_open_trace_are_lost_all_the_same(
     assert Desk(tmp_path).recorder.discard("att_a") == 3
 
 
+def test_turns_whose_counts_a_power_cut_took_were_never_recorded(tmp_path: Path) -> None:
+    before = Desk(tmp_path)
+    before.record(before.log())
+    for turn_index in (1, 2):
+        before.store.append(make_turn("att_a", turn_index, num_tokens=7))
+    assert Desk(tmp_path).recorder.discard("att_a") == 3
+
+
+def test_an_attempt_whose_gateway_died_cannot_be_sealed_since_turns_may_be_missing(tmp_path: Path) -> None:
+    before = Desk(tmp_path)
+    before.record(before.log())
+    after = Desk(tmp_path)
+    with pytest.raises(Refused, match="died under it"):
+        asyncio.run(after.recorder.seal("att_a", EndReason.SUBMITTED, (), 3))
+    assert not after.store.is_sealed("att_a")
+
+
+def test_tokens_are_booked_as_lost_only_when_their_count_would_survive_a_power_cut(tmp_path: Path) -> None:
+    class RefusingLedger(TokenLedger):
+        def sync(self) -> None:
+            raise StorageFailed("the disk refused to sync")
+
+    desk = Desk(tmp_path)
+    desk.ledger = RefusingLedger(tmp_path / "ledger")
+    desk.recorder = Recorder(desk.store, desk.ledger, desk.counters, ManualClock())
+    desk.record(desk.log())
+    with pytest.raises(StorageFailed, match="refused to sync"):
+        desk.recorder.discard("att_a")
+
+
 def test_a_turn_that_cannot_be_counted_is_taken_back(tmp_path: Path) -> None:
     class FullLedger:
         def add(self, attempt_id: str, request_id: str, num_tokens: int) -> None:
@@ -135,6 +165,9 @@ def test_a_turn_that_cannot_be_counted_is_taken_back(tmp_path: Path) -> None:
 
         def recorded(self, attempt_id: str) -> int:
             return 0
+
+        def sync(self) -> None:
+            raise StorageFailed("full")
 
     desk = Desk(tmp_path)
     desk.recorder = Recorder(desk.store, FullLedger(), desk.counters, ManualClock())
