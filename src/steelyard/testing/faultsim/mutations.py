@@ -12,6 +12,7 @@ from steelyard.coordinator.effects import Effect
 from steelyard.coordinator.events import AnyEvent
 from steelyard.coordinator.groups import Groups, TaskStream
 from steelyard.coordinator.leases import Leases
+from steelyard.coordinator.retry_rules import REPORTED
 from steelyard.coordinator.scores import Scoring
 from steelyard.coordinator.service import Coordinator
 from steelyard.coordinator.transitions import HELD
@@ -33,16 +34,16 @@ class _UnfencedLeases(Leases):
         super().__init__(core, groups)
         self._rollout_of: dict[str, str] = {}
 
-    def grant(self, worker_id: str, max_leases: int) -> tuple[Lease, ...]:
-        leases = super().grant(worker_id, max_leases)
+    def grant(self, worker_id: str, max_leases: int, unstarted: frozenset[str] | None = None) -> tuple[Lease, ...]:
+        leases = super().grant(worker_id, max_leases, unstarted)
         self._rollout_of.update({lease.attempt_id: lease.rollout_id for lease in leases})
         return leases
 
-    def finish(self, report: ArtifactReport) -> None:
+    def finish(self, report: ArtifactReport, worker_id: str | None = None) -> None:
         state = self._core.state
         rollout = state.rollouts.get(self._rollout_of.get(report.attempt_id, ""))
         if report.attempt_id in state.attempts or rollout is None or rollout.state not in HELD:
-            super().finish(report)
+            super().finish(report, worker_id)
             return
         newest = rollout.attempt_id or ""
         trace = msgspec.structs.replace(report.trace, attempt_id=newest)
@@ -89,9 +90,9 @@ class _Forgetful(Coordinator):
 class _DoubleScoring(Scoring):
     """A second score of an attempt is taken like the first."""
 
-    def finish(self, score: Score) -> None:
+    def finish(self, score: Score, worker_id: str | None = None) -> None:
         try:
-            super().finish(score)
+            super().finish(score, worker_id)
         except Refused as refused:
             if refused.reason != "double":
                 raise
@@ -140,10 +141,10 @@ class _Generous(Coordinator):
 class _DoubleCountingLeases(Leases):
     """Adds up what the worker and what the recorder say was lost."""
 
-    def report_failure(self, failure: AttemptFailure) -> None:
+    def report_failure(self, failure: AttemptFailure, worker_id: str | None = None) -> None:
         rollout = self._held(failure.attempt_id, failure.attempt_number, None)
         lost_tokens = self._core.open_traces.discard(failure.attempt_id) + failure.lost_tokens
-        self.fail(rollout, failure.outcome, failure.reason, failure.detail, lost_tokens=lost_tokens)
+        self.fail(rollout, REPORTED[failure.outcome], failure.reason, failure.detail, lost_tokens=lost_tokens)
 
 
 class _DoubleCounting(Coordinator):
