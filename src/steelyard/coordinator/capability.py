@@ -12,6 +12,8 @@ from steelyard.signing import Signer
 from steelyard.types import Record
 
 _PREFIX = "stc-"
+# Only keys with a good signature are remembered, so strangers can neither fill nor flush the memory.
+_MAX_KNOWN_KEYS = 10_000
 _WORKER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -40,6 +42,7 @@ class CapabilityRing:
 
     def __init__(self, secret: bytes) -> None:
         self._signer = Signer(secret, prefix=_PREFIX, purpose=b"coordinator")
+        self._known: dict[str, Capability] = {}
 
     def issue(self, role: Role, worker_id: str, expires_at_s: float) -> str:
         """The key of ``worker_id`` in ``role`` until ``expires_at_s``, rounded up to a whole second.
@@ -57,13 +60,22 @@ class CapabilityRing:
         Raises:
             Refused: ``foreign`` (not our key) or ``expired``. The message never holds the key.
         """
+        capability = self._known.get(key)
+        if capability is None:
+            capability = self._read(key)
+            if len(self._known) >= _MAX_KNOWN_KEYS:
+                self._known.clear()
+            self._known[key] = capability
+        if now_s >= capability.expires_at_s:
+            raise Refused("expired", f"the key of {capability.role} {capability.worker_id} has expired")
+        return capability
+
+    def _read(self, key: str) -> Capability:
         signed = self._signer.read(key)
         if signed is None:
             raise Refused("foreign", "the key is not one that this coordinator's secret signed")
         subject, expires_at_s = signed
         role, _, worker_id = subject.partition(".")
-        if now_s >= expires_at_s:
-            raise Refused("expired", f"the key of {role} {worker_id} has expired")
         return Capability(role=Role(role), worker_id=worker_id, expires_at_s=float(expires_at_s))
 
 

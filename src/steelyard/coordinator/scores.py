@@ -155,7 +155,8 @@ class Scoring:
         self._job_of[attempt_id] = job.job_id
         self._given.add(worker_id, job.job_id)
         heapq.heappush(self._expiries, (job.expires_at_s, job.job_id))
-        core.timers.notify()
+        if self._expiries[0][1] == job.job_id:
+            core.timers.notify()
         return job
 
     def _accept(self, job: ScoreJob, rollout: Rollout, score: Score) -> None:

@@ -29,6 +29,9 @@ _LOG = logging.getLogger(__name__)
 _DECODER = msgspec.msgpack.Decoder(p.CallRequest)
 _ENCODER = msgspec.msgpack.Encoder()
 
+# Below the mark (64 KiB) at which asyncio's transports make a writer wait; one answer at a time is on a connection.
+_ALWAYS_BUFFERED_BYTES = 32 << 10
+
 Endpoint = Callable[[web.BaseRequest], Awaitable[web.Response]]
 
 
@@ -137,6 +140,8 @@ class CoordinatorServer:
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
         response = await self._respond(request)
+        if response.content_length is not None and response.content_length <= _ALWAYS_BUFFERED_BYTES:
+            return response  # its write never waits for the reader, so it needs no deadline of its own
         try:
             async with asyncio.timeout(self._limits.write_deadline_s):
                 await response.prepare(request)
@@ -249,6 +254,8 @@ class CoordinatorServer:
             raise DeadlineExceeded("the commit of a call", ("journal",), limit_s)
 
     async def _body(self, request: web.BaseRequest) -> bytes:
+        if request.content.is_eof():
+            return await request.read()  # all of it is here already, so nothing is waited for
         try:
             async with asyncio.timeout(self._limits.read_deadline_s):
                 return await request.read()

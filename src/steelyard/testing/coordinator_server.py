@@ -135,6 +135,7 @@ def serve(
     async def run() -> RunRig:
         journal = HeldJournal()
         rig = await RunRig(make_settings(**settings), journal=journal).start()
+        rig.memory_journal = journal  # which is what its audit reads
         served = await ServedRig(rig, journal, limits).start()
         try:
             await scene(served)

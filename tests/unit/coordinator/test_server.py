@@ -235,3 +235,12 @@ def test_a_port_in_use_is_bad_input_that_names_it() -> None:
         await rig.coordinator.close()
 
     asyncio.run(scene())
+
+
+def test_an_answer_that_is_longer_than_a_writers_buffer_arrives_whole() -> None:
+    async def scene(served: ServedRig) -> None:
+        _, reply = await post(served, request_of(p.LeaseCall(max_leases=1000, wait_s=0.0)))
+        assert len(msgspec.msgpack.encode(reply)) > 64 << 10
+        assert len(set(attempts(reply))) == 400
+
+    serve(scene, groups_per_batch=25, group_size=8)
