@@ -72,6 +72,8 @@ class Core:
             on_commit=self._deliver,
         )
         self._clock = clock
+        # A clock that was set back while nobody ran would otherwise stand still here until it has caught up.
+        self._lead_s = max(0.0, state.at_s - clock.now_s())
         self._sleep = sleep
         self._failure: BaseException | None = None
         self._handlers: dict[type[Any], list[Callable[[Any], None]]] = {}
@@ -79,8 +81,8 @@ class Core:
         self._outbox: deque[tuple[int, Effect]] = deque()
 
     def now_s(self) -> float:
-        """The present, never before the last event."""
-        return max(self._clock.now_s(), self.state.at_s)
+        """The present, never before the last event; goes on at once where the clock was set back since."""
+        return max(self._clock.now_s() + self._lead_s, self.state.at_s)
 
     def record(self, event: AnyEvent) -> None:
         """Apply an event and put it in line for the journal.
