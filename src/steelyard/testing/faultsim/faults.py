@@ -31,7 +31,7 @@ class Faults:
     def __init__(self, world: "World", draw: random.Random) -> None:
         self.counts: Counter[str] = Counter()
         self.kinds = [kind for kind in KINDS if draw.random() < 0.4]
-        self.max_skew_s = draw.choice((1.0, 20.0)) if "clock" in self.kinds else 0.0
+        self.max_skew_s = draw.choice((1.0, 20.0, 3600.0)) if "clock" in self.kinds else 0.0
         self.diverge_frac = 0.3 if "diverge" in self.kinds else 0.0
         self.grader_fail_frac = 0.2 if "grader" in self.kinds else 0.0
         self._world = world
