@@ -14,7 +14,7 @@ from steelyard.coordinator.journal.base import Journal
 from steelyard.coordinator.records import CoordinatorSettings
 from steelyard.coordinator.state import apply
 from steelyard.coordinator.waiting import Signal, Sleep, wait_first
-from steelyard.errors import Refused
+from steelyard.errors import Refused, StorageFailed
 from steelyard.ids import IdSource
 from steelyard.metrics import Counters
 
@@ -31,7 +31,10 @@ class OpenTraces(Protocol):
     def discard(self, attempt_id: str) -> int:
         """End the recording of an attempt that will never be sealed, and return the sampled tokens it had recorded.
 
-        Idempotent, and the same answer after a crash; 0 for an attempt that recorded nothing.
+        Idempotent, and the same answer after a crash or a power cut; 0 for an attempt that recorded nothing.
+
+        Raises:
+            StorageFailed: the count cannot be made durable.
         """
         ...
 
@@ -128,6 +131,18 @@ class Core:
             logger.error("the run has failed: %s", error)
             for signal in (self.work, self.scores, self.progress, self.timers):
                 signal.notify()
+
+    def discard(self, attempt_id: str) -> int:
+        """End the recording of an attempt; the sampled tokens that are lost with it.
+
+        Raises:
+            StorageFailed: their count cannot be kept; like a commit that fails, this ends the run.
+        """
+        try:
+            return self.open_traces.discard(attempt_id)
+        except StorageFailed as error:
+            self.fail(error)
+            raise
 
     def check(self) -> None:
         """Raise the error that the run failed with, if it did."""

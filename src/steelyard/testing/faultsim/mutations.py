@@ -143,7 +143,7 @@ class _DoubleCountingLeases(Leases):
 
     def report_failure(self, failure: AttemptFailure) -> None:
         rollout = self._held(failure.attempt_id, failure.attempt_number, None)
-        lost_tokens = self._core.open_traces.discard(failure.attempt_id) + failure.lost_tokens
+        lost_tokens = self._core.discard(failure.attempt_id) + failure.lost_tokens
         self.fail(rollout, failure.outcome, failure.reason, failure.detail, lost_tokens=lost_tokens)
 
 
