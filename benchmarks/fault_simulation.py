@@ -1,9 +1,9 @@
 """How many seeds of the fault simulation hold all invariants, and how long that takes.
 
-Each seed is a run of three optimizer steps by the real coordinator, workers, scorer and assembly on a virtual clock, with
-a network, disks and processes that fail as the seed says (``steelyard.testing.faultsim``). A seed passes if the run ends
-within its virtual time, the audit of journal and stores holds after every death of the coordinator and at the end, and
-nothing that a client was told is missing. Every mutation of the logic must be found within the first seeds.
+Each seed is a run of three optimizer steps by the real coordinator, workers, scorers and assembly on a virtual clock,
+with a network, disks and processes that fail as the seed says (``steelyard.testing.faultsim``). A seed passes if the
+run ends within its virtual time, the audit of journal and stores holds after every death of the coordinator and at the
+end, and nothing that a client was told is missing. Every mutation of the logic must be found within the first seeds.
 
     python benchmarks/fault_simulation.py            10,000 seeds
     python benchmarks/fault_simulation.py --check    the same; exit code 1 if a seed fails, or below the floor

@@ -14,7 +14,7 @@ from steelyard.coordinator.journal.base import Journal
 from steelyard.coordinator.records import CoordinatorSettings
 from steelyard.coordinator.state import apply
 from steelyard.coordinator.waiting import Signal, Sleep, wait_first
-from steelyard.errors import Refused
+from steelyard.errors import Refused, StorageFailed
 from steelyard.ids import IdSource
 from steelyard.metrics import Counters
 
@@ -31,7 +31,10 @@ class OpenTraces(Protocol):
     def discard(self, attempt_id: str) -> int:
         """End the recording of an attempt that will never be sealed, and return the sampled tokens it had recorded.
 
-        Idempotent, and the same answer after a crash; 0 for an attempt that recorded nothing.
+        Idempotent, and the same answer after a crash or a power cut; 0 for an attempt that recorded nothing.
+
+        Raises:
+            StorageFailed: the count cannot be made durable.
         """
         ...
 
@@ -89,6 +92,8 @@ class Core:
             on_commit=self._deliver,
         )
         self._clock = clock
+        # A clock that was set back while nobody ran would otherwise stand still here until it has caught up.
+        self._lead_s = max(0.0, state.at_s - clock.now_s())
         self._sleep = sleep
         self._failure: BaseException | None = None
         self._handlers: dict[type[Any], list[Callable[[Any], None]]] = {}
@@ -96,8 +101,8 @@ class Core:
         self._outbox: deque[tuple[int, Effect]] = deque()
 
     def now_s(self) -> float:
-        """The present, never before the last event."""
-        return max(self._clock.now_s(), self.state.at_s)
+        """The present, never before the last event; goes on at once where the clock was set back since."""
+        return max(self._clock.now_s() + self._lead_s, self.state.at_s)
 
     def record(self, event: AnyEvent) -> None:
         """Apply an event and put it in line for the journal.
@@ -155,6 +160,18 @@ class Core:
             logger.error("the run has failed: %s", error)
             for signal in (self.work, self.scores, self.progress, self.timers):
                 signal.notify()
+
+    def discard(self, attempt_id: str) -> int:
+        """End the recording of an attempt; the sampled tokens that are lost with it.
+
+        Raises:
+            StorageFailed: their count cannot be kept; like a commit that fails, this ends the run.
+        """
+        try:
+            return self.open_traces.discard(attempt_id)
+        except StorageFailed as error:
+            self.fail(error)
+            raise
 
     def check(self) -> None:
         """Raise the error that the run failed with, if it did."""

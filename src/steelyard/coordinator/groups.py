@@ -109,7 +109,7 @@ class Groups:
         """End a rollout without a score; an attempt that is held is told at its next heartbeat."""
         core = self._core
         is_held = rollout.state in HELD and rollout.attempt_id is not None
-        lost_tokens = core.open_traces.discard(rollout.attempt_id or "") if is_held else 0
+        lost_tokens = core.discard(rollout.attempt_id or "") if is_held else 0
         core.record(
             e.RolloutCancelled(at_s=core.now_s(), rollout_id=rollout.rollout_id, reason=reason, lost_tokens=lost_tokens)
         )

@@ -168,7 +168,7 @@ class Leases:
         rule = RETRY_RULES[ending]
         attempt_id = rollout.attempt_id or ""
         if lost_tokens is None:
-            lost_tokens = self._core.open_traces.discard(attempt_id) if rollout.state in HELD else 0
+            lost_tokens = self._core.discard(attempt_id) if rollout.state in HELD else 0
         event = e.InfraFailed(
             at_s=self._core.now_s(),
             attempt_id=attempt_id,
@@ -301,7 +301,7 @@ class Leases:
         rollout = self._core.state.attempts.get(attempt_id)
         if rollout is None or rollout.state not in HELD:
             return
-        lost_tokens = self._core.open_traces.discard(attempt_id)
+        lost_tokens = self._core.discard(attempt_id)
         self._core.record(e.LeaseExpired(at_s=self._core.now_s(), attempt_id=attempt_id, lost_tokens=lost_tokens))
         self._core.counters.add("lease_expired")
         logger.warning("the lease of attempt %s by worker %s has expired", attempt_id, rollout.worker_id)

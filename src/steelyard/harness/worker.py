@@ -30,11 +30,11 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 class LiveAttempt:
-    """One attempt that holds a slot."""
+    """One attempt that holds a slot. ``expires_at_s`` is by the worker's own clock, not by the coordinator's."""
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: Lease, now_s: float) -> None:
         self.lease = lease
-        self.expires_at_s = lease.expires_at_s
+        self.renew(now_s)
         self.is_lost = False
         self.task: asyncio.Task[None] | None = None
 
@@ -118,7 +118,7 @@ class HarnessWorker:
             async with deadline("leases", ("coordinator",), settings.lease_wait_s + settings.call_deadline_s):
                 leases = await self._services.leases.lease(self._worker_id, num_free, settings.lease_wait_s)
             for lease in leases:
-                live = self._live[lease.attempt_id] = LiveAttempt(lease)
+                live = self._live[lease.attempt_id] = LiveAttempt(lease, self._clock.now_s())
                 live.task = group.create_task(self._carry_through(live), name=lease.attempt_id)
                 live.task.add_done_callback(functools.partial(self._free_slot, lease.attempt_id))
             if not leases:

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from steelyard.coordinator.transitions import RolloutState
-from steelyard.errors import RunError
-from steelyard.testing.manual_clock import settle
-from steelyard.testing.run_rig import WORKER, RunRig, make_score, make_settings, play, refusal_of
+from steelyard.errors import RunError, StorageFailed
+from steelyard.testing.manual_clock import ManualClock, settle
+from steelyard.testing.run_rig import WORKER, MemoryStores, RunRig, make_score, make_settings, play, refusal_of
 from steelyard.types import AttemptFailure, Lease, Outcome
 
 
@@ -279,6 +279,40 @@ def test_after_a_crash_every_lease_gets_one_full_period_and_results_are_still_ac
         assert await refusal_of(rig.coordinator.artifact_ready(rig.seal(two))) == "expired"
 
     play(scene)
+
+
+def test_time_goes_on_after_a_recovery_on_a_clock_that_was_set_back() -> None:
+    async def scene(rig: RunRig) -> None:
+        (lease,) = await rig.coordinator.lease(WORKER, 1, 0.0)
+        await rig.coordinator.crash()
+        rig.clock = ManualClock(rig.clock.now_s() - 3600.0)
+        await rig.open()
+        rig.clock.advance(rig.settings.lease_s - 1)
+        assert rig.coordinator.is_alive(lease.attempt_id)
+        rig.clock.advance(2)
+        assert await refusal_of(rig.coordinator.artifact_ready(rig.seal(lease))) == "expired"
+
+    play(scene)
+
+
+def test_a_run_whose_lost_tokens_cannot_be_counted_has_failed() -> None:
+    class FullStores(MemoryStores):
+        def discard(self, attempt_id: str) -> int:
+            raise StorageFailed("the disk refused to sync")
+
+    async def scene() -> None:
+        rig = RunRig()
+        rig.stores = FullStores()
+        await rig.start()
+        (lease,) = await rig.coordinator.lease(WORKER, 1, 0.0)
+        for _ in range(2):
+            with pytest.raises(StorageFailed, match="refused to sync"):
+                await rig.coordinator.attempt_failed(failure(lease))
+        with pytest.raises(StorageFailed, match="refused to sync"):
+            await rig.coordinator.lease(WORKER, 1, 0.0)
+        await rig.coordinator.close()
+
+    asyncio.run(scene())
 
 
 def test_a_failed_run_ends_every_wait_with_its_error() -> None:

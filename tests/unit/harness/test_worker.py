@@ -297,6 +297,23 @@ def test_a_lease_that_runs_out_unrenewed_is_lost_though_nobody_said_so() -> None
     assert not bench.leases.reports
 
 
+def test_a_worker_whose_clock_is_ahead_keeps_its_leases_when_one_heartbeat_fails() -> None:
+    async def play() -> Bench:
+        held = Held()
+        bench = Bench(leases=DeafLeases([make_lease(0, "repair/train/0", lease_s=60.0)]), gate=held)
+        bench.clock.advance(3600.0)  # the lease was issued by a clock that is an hour behind
+        running = asyncio.create_task(bench.run())
+        await until(lambda: held.num_held == 1)
+        await bench.worker.beat_once()
+        held.open.set()
+        await running
+        return bench
+
+    bench = asyncio.run(play())
+    assert bench.counters.read() == {"harness.heartbeat_failed": 1}
+    assert [report.attempt_id for report in bench.leases.reports] == ["att_0"]
+
+
 def test_a_slot_is_free_only_when_the_sandbox_is_gone() -> None:
     async def play() -> None:
         may_close = asyncio.Event()

@@ -40,6 +40,7 @@ from steelyard.types import (
     Message,
     Outcome,
     Record,
+    Sampling,
     Score,
     SealedTrace,
     ToolRecord,
@@ -176,6 +177,10 @@ def _trainer_methods(coordinator: Coordinator) -> dict[str, Method]:
             batch_digest=batch_digest,
         )
 
+    async def evaluate(task_ids: tuple[str, ...], version: int, label: str, deadline_s: float) -> int:
+        await coordinator.admit_evaluation(task_ids, version=version, sampling=Sampling(seed=1), label=label)
+        return len(await coordinator.evaluation_results(label, deadline_s))
+
     async def next_version() -> int:
         return coordinator.next_version()
 
@@ -191,6 +196,7 @@ def _trainer_methods(coordinator: Coordinator) -> dict[str, Method]:
         "checkpointed": Method(tuple[int, str], coordinator.checkpointed),
         "deletable_batches": Method(tuple[()], coordinator.deletable_batches),
         "batch_deleted": Method(tuple[int], coordinator.batch_deleted),
+        "evaluate": Method(tuple[tuple[str, ...], int, str, float], evaluate),
         "finish": Method(tuple[str], coordinator.finish),
     }
 

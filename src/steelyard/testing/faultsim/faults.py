@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from steelyard.testing.faultsim.control import CONTROL
 from steelyard.testing.faultsim.network import FAIR, Weather
+from steelyard.testing.faultsim.processes import outside
 
 if TYPE_CHECKING:
     from steelyard.testing.faultsim.world import World
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 KINDS = ("kill", "stop", "power", "partition", "weather", "disk", "objects", "clock", "grader", "diverge", "moment")
 _MEAN_PAUSE_S = 2.0
 _MOMENT_FRAC, _SEAL_FRAC = 0.01, 0.2
+_COMMIT_S = 0.02
 
 
 class Faults:
@@ -31,8 +33,8 @@ class Faults:
     def __init__(self, world: "World", draw: random.Random) -> None:
         self.counts: Counter[str] = Counter()
         self.kinds = [kind for kind in KINDS if draw.random() < 0.4]
-        self.max_skew_s = draw.choice((1.0, 20.0)) if "clock" in self.kinds else 0.0
-        self.diverge_frac = 0.3 if "diverge" in self.kinds else 0.0
+        self.max_skew_s = draw.choice((1.0, 20.0, 3600.0)) if "clock" in self.kinds else 0.0
+        self.diverge_frac = 0.5 if "diverge" in self.kinds else 0.0
         self.grader_fail_frac = 0.2 if "grader" in self.kinds else 0.0
         self._world = world
         self._draw = draw
@@ -50,14 +52,22 @@ class Faults:
         }
 
     def at_request(self, source: str, method: str) -> None:
-        """A request of ``source`` is about to be carried out: a moment at which its sender may be stopped.
+        """A request of ``source`` is about to be carried out: a moment at which something may go wrong.
 
-        A worker that sleeps between the sealing of its trace and its report goes on after its lease.
+        A worker that sleeps between the sealing of its trace and its report goes on after its lease; a coordinator
+        that dies a little later dies while it commits.
         """
+        draw = self._draw_moment
         frac = _SEAL_FRAC if method == "seal" else _MOMENT_FRAC
-        if self._is_on and "moment" in self.kinds and self._draw_moment.random() < frac:
-            self.counts["moment"] += 1
-            self._world.processes[source].stop_for(self._draw_moment.uniform(5.0, 20.0))
+        if not self._is_on or "moment" not in self.kinds or draw.random() >= frac:
+            return
+        self.counts["moment"] += 1
+        if draw.random() < 0.5:
+            self._world.processes[source].stop_for(draw.uniform(5.0, 20.0))
+            return
+        victim = self._world.processes[draw.choice((source, CONTROL))]
+        why = f"killed during {method} of {source}"
+        self._world.loop.call_later(draw.uniform(0.0, _COMMIT_S), victim.kill, why, context=outside())
 
     async def happen(self, end_s: float, ends: Sequence["asyncio.Future[Any]"]) -> None:
         """Do harm until ``end_s`` or until one of ``ends`` is done; then everything heals."""

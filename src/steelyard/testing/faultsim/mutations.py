@@ -1,4 +1,4 @@
-"""Ten faults of the logic, each small and at one place. A simulation that does not find them all proves nothing.
+"""Eleven faults of the logic, each small and at one place. A simulation that does not find them all proves nothing.
 
 Each replaces one part of a run by a subclass or a wrapper; the real modules are not touched.
 """
@@ -12,6 +12,7 @@ from steelyard.coordinator.effects import Effect
 from steelyard.coordinator.events import AnyEvent
 from steelyard.coordinator.groups import Groups, TaskStream
 from steelyard.coordinator.leases import Leases
+from steelyard.coordinator.records import PendingStep
 from steelyard.coordinator.retry_rules import REPORTED
 from steelyard.coordinator.scores import Scoring
 from steelyard.coordinator.service import Coordinator
@@ -143,12 +144,19 @@ class _DoubleCountingLeases(Leases):
 
     def report_failure(self, failure: AttemptFailure, worker_id: str | None = None) -> None:
         rollout = self._held(failure.attempt_id, failure.attempt_number, None)
-        lost_tokens = self._core.open_traces.discard(failure.attempt_id) + failure.lost_tokens
+        lost_tokens = self._core.discard(failure.attempt_id) + failure.lost_tokens
         self.fail(rollout, REPORTED[failure.outcome], failure.reason, failure.detail, lost_tokens=lost_tokens)
 
 
 class _DoubleCounting(Coordinator):
     leases_type = _DoubleCountingLeases
+
+
+class _Amnesiac(Coordinator):
+    """Says that no step has to be replayed."""
+
+    async def pending_steps_after(self, checkpoint_step: int) -> tuple[PendingStep, ...]:
+        return ()
 
 
 class _CarelessArtifacts(Artifacts):
@@ -178,6 +186,7 @@ MUTATIONS: Mapping[str, Mutation] = {
     "lose the outbox on recovery": Mutation(parts=Parts(coordinator=_Forgetful)),
     "accept a score twice": Mutation(parts=Parts(coordinator=_DoublyScored)),
     "issue a prompt twice after recovery": Mutation(parts=Parts(coordinator=_Repeating)),
+    "forget the steps to replay": Mutation(parts=Parts(coordinator=_Amnesiac)),
     "train a trajectory twice": Mutation(build=_doubled),
     "store the event before the blob": Mutation(artifacts=_CarelessArtifacts),
     "extend a lease of another worker": Mutation(parts=Parts(coordinator=_Generous)),

@@ -19,7 +19,6 @@ from steelyard.errors import (
     IntegrityError,
     Refused,
     RemoteFailed,
-    RunError,
     SteelyardError,
 )
 from steelyard.testing.faultsim.loop import OWNER, VirtualLoop
@@ -210,6 +209,3 @@ def _unpack(packet: Packet, result: Any) -> Any:
             raise kind(detail)
         raise RemoteFailed(f"{packet.method}: {packet.error}: {detail}")
     return msgspec.msgpack.decode(packet.body, type=result)
-
-
-__all__ = ["FAIR", "Caller", "Method", "Network", "Packet", "RunError", "Server", "Weather"]

@@ -106,7 +106,7 @@ class Process:
         self._note(f"{self.name} dies: {why}")
         life.is_dead = True
         self.life = None
-        self._loop.call_later(self._restart_s * self._draw.uniform(0.5, 2.0), self.start, context=_outside())
+        self._loop.call_later(self._restart_s * self._draw.uniform(0.5, 2.0), self.start, context=outside())
 
     def stop_for(self, seconds: float) -> None:
         """SIGSTOP, and SIGCONT after ``seconds``; its clock goes on meanwhile."""
@@ -115,7 +115,7 @@ class Process:
             return
         self._note(f"{self.name} is stopped for {seconds:.1f} s")
         life.is_stopped = True
-        self._loop.call_later(seconds, self._go_on, life, context=_outside())
+        self._loop.call_later(seconds, self._go_on, life, context=outside())
 
     def jump_clock(self, seconds: float) -> None:
         """Its clock goes ``seconds`` forward at once."""
@@ -141,7 +141,7 @@ class Process:
             self.kill(why)
 
 
-def _outside() -> contextvars.Context:
+def outside() -> contextvars.Context:
     """A context that belongs to no process."""
     context = contextvars.copy_context()
     context.run(OWNER.set, None)

@@ -23,6 +23,7 @@ from steelyard.types import Manifest, StepBatch, Trace, TrainingSample
 
 _BATCH_WAIT_S = 20.0
 _CHECKPOINT_EVERY = 2
+_EVALUATED = ("task-0001", "task-0002")
 _MICRO_BATCH_TOKENS = 4096
 
 Build = Callable[[int, int, Sequence[TrainingSample]], StepBatch]
@@ -105,7 +106,16 @@ class _Trainer:
         await self._make_up_checkpoint(state)
         for step in range(state.next_step, self._max_steps):
             await self._take_step(step)
+        await self._evaluate()
         await self._call("finish", ("all steps are done",))
+
+    async def _evaluate(self) -> None:
+        state: TrainerState = await self._call("trainer_state", (), TrainerState)
+        version = state.published[state.ready_step]
+        arguments = (_EVALUATED, version, f"final of version {version}", _BATCH_WAIT_S)
+        num_results: int = await self._call("evaluate", arguments, int, wait_s=_BATCH_WAIT_S)
+        if num_results != len(_EVALUATED):
+            raise IntegrityError(f"{len(_EVALUATED)} tasks must be evaluated, got {num_results} results")
 
     async def _take_step(self, step: int) -> None:
         plan: BatchPlan = await self._call("next_batch", (step, _BATCH_WAIT_S), BatchPlan, wait_s=_BATCH_WAIT_S)

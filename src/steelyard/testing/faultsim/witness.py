@@ -3,8 +3,13 @@
 from collections.abc import Iterable
 
 from steelyard.coordinator import events as e
-from steelyard.tasks.sampler import ShuffledStream
+from steelyard.coordinator.groups import TaskStream
 from steelyard.types import ArtifactReport, AttemptFailure, Lease, Manifest, Outcome, Purpose, Score, Trace
+
+FAILURES = frozenset(
+    {"DeadlineExceeded", "RemoteFailed", "StorageFailed", "deadline", "gateway_died", "orphaned", "worker_stopped"}
+)
+"""Why an attempt may fail here; another reason is an error of the worker, or something stored that was lost."""
 
 
 class Witness:
@@ -64,7 +69,7 @@ class Witness:
         """A checkpoint was acknowledged."""
         self._checkpointed[step] = digest
 
-    def broken(self, events: Iterable[e.AnyEvent], traces: dict[str, Trace], stream: ShuffledStream) -> list[str]:
+    def broken(self, events: Iterable[e.AnyEvent], traces: dict[str, Trace], stream: TaskStream) -> list[str]:
         """What the journal does not hold although a client was told so, or holds otherwise."""
         journal = _Journal(events)
         lost = [*self.contradictions, *journal.out_of_order(stream)]
@@ -74,7 +79,10 @@ class Witness:
             if found != wanted:
                 lost.append(f"the lease of {attempt_id} was given to {wanted}, the journal says {found}")
         lost += [f"the start of {a} was acknowledged and is lost" for a in sorted(self._started - journal.started)]
-        lost += [f"the failure of {a} was acknowledged and is lost" for a in sorted(self._failures - journal.failed)]
+        lost += [
+            f"the failure of {a} was acknowledged and is lost" for a in sorted(self._failures - journal.failed.keys())
+        ]
+        lost += [f"attempt {a} failed by {why}" for a, why in journal.failed.items() if why not in FAILURES]
         lost += self._lost_results(journal)
         for attempt_id, report in journal.reports.items():
             held = {turn.request_id for turn in traces[attempt_id].turns} if attempt_id in traces else set()
@@ -111,7 +119,7 @@ class _Journal:
         self.leases: dict[str, tuple[str, str, int]] = {}
         self.started: set[str] = set()
         self.reports: dict[str, ArtifactReport] = {}
-        self.failed: set[str] = set()
+        self.failed: dict[str, str] = {}
         self.scores: dict[str, list[Score]] = {}
         self.failed_jobs: set[str] = set()
         self.begun: dict[int, list[str]] = {}
@@ -121,7 +129,7 @@ class _Journal:
         for event in events:
             self._note(event)
 
-    def out_of_order(self, stream: ShuffledStream) -> list[str]:
+    def out_of_order(self, stream: TaskStream) -> list[str]:
         """Prompts that are not those of their places in the task stream."""
         wrong = []
         for group in self._admitted:
@@ -141,7 +149,7 @@ class _Journal:
             case e.ArtifactReady():
                 self.reports[event.report.attempt_id] = event.report
             case e.InfraFailed():
-                self.failed.add(event.attempt_id)
+                self.failed[event.attempt_id] = event.reason
             case e.Scored():
                 self.scores.setdefault(event.score.attempt_id, []).append(event.score)
             case e.GraderFailed():

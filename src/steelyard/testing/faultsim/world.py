@@ -213,8 +213,10 @@ class World:
             )
             self._add(f"worker-{number}", worker)
         fail_frac = self.faults.grader_fail_frac
-        scorer = ScorerProgram(self.network, artifacts, self.witness, self._stream_of("scorer"), fail_frac=fail_frac)
-        self._add("scorer-0", scorer)
+        for number in range(2):
+            draw = self._stream_of(f"scorer {number}")
+            scorer = ScorerProgram(self.network, artifacts, self.witness, draw, fail_frac=fail_frac)
+            self._add(f"scorer-{number}", scorer)
         self._add("trainer", self._trainer)
         self._add("stranger", self._stranger)
 
