@@ -15,7 +15,6 @@ from steelyard.coordinator.transitions import RolloutState
 from steelyard.testing.run_rig import SCORER, WORKER, RunRig, make_score, make_settings, play, refusal_of
 from steelyard.types import AttemptFailure, Lease, Outcome
 
-
 ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
 
 
