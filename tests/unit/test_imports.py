@@ -32,7 +32,10 @@ TORCH_MODULES = {
     "inference.model_runner", "inference.kv_cache", "inference.local_engine", "scoring.reward_model",
 }  # fmt: skip
 HEAVY = {"torch", "transformers", "safetensors"}
-PURE = ("coordinator.state", "coordinator.transitions", "coordinator.admission", "coordinator.books", "assembly")
+PURE = (
+    "coordinator.state", "coordinator.transitions", "coordinator.admission", "coordinator.books",
+    "coordinator.retry_rules", "assembly",
+)  # fmt: skip
 FORBIDDEN_IN_PURE = {"time", "socket", "sqlite3", "subprocess", "asyncio", "datetime", "random", "os"}
 
 

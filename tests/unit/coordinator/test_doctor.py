@@ -6,7 +6,7 @@ from steelyard.coordinator.doctor import diagnose
 from steelyard.coordinator.records import Wait
 from steelyard.coordinator.state import apply
 from steelyard.testing.run_rig import SCORER, WORKER, RunRig, make_score, play
-from steelyard.types import Outcome
+from steelyard.types import Outcome, Sampling
 
 
 async def lines(rig: RunRig) -> str:
@@ -46,6 +46,37 @@ def test_a_step_names_weights_groups_or_trainer_in_turn() -> None:
         await rig.load(number)
 
     play(scene, lag=0)
+
+
+def test_budgets_and_priority_are_shown_and_the_first_deadline_counts() -> None:
+    async def scene(rig: RunRig) -> None:
+        (group_id,) = await rig.coordinator.admit_evaluation(
+            ("held",), version=0, sampling=Sampling(), label="x", priority=2
+        )
+        budgets = "0 of at most 3 failed, 0 of 90 tokens used, admitted with 80 s to its end, priority 2"
+        assert f"(0 attempts so far, {budgets}) since 0.0 s, 80.0 s left" in await lines(rig)
+        (lease,) = await rig.coordinator.lease(WORKER, 1, 0.0)
+        assert lease.group_id == group_id
+        assert "leased, 0 of at most 3 failed" in await lines(rig) and "since 0.0 s, 60.0 s left" in await lines(rig)
+        await rig.lose(lease, 40)
+        rig.clock.advance(30.0)
+        (lease,) = await rig.coordinator.lease(WORKER, 1, 0.0)
+        budgets = "1 of at most 3 failed, 40 of 90 tokens used, admitted with 80 s to its end, priority 2"
+        found = await lines(rig)
+        assert f"attempt {lease.attempt_id}, number 2, leased, {budgets}) since 0.0 s, 50.0 s left" in found
+
+    play(scene, budget_tokens=90, budget_s=80.0)
+
+
+def test_a_renewed_lease_shows_its_new_deadline() -> None:
+    async def scene(rig: RunRig) -> None:
+        (lease,) = await rig.coordinator.lease(WORKER, 1, 0.0)
+        rig.clock.advance(50.0)
+        await rig.coordinator.heartbeat(WORKER, (lease.attempt_id,))
+        rig.clock.advance(20.0)
+        assert "leased, 0 of at most 3 failed) since 70.0 s, 40.0 s left" in await lines(rig)
+
+    play(scene)
 
 
 def test_a_retry_shows_its_back_off() -> None:

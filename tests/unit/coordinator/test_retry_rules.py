@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,8 @@ from steelyard.coordinator.retry_rules import REPORTED, RETRY_RULES, Ending, Fol
 from steelyard.coordinator.transitions import RolloutState
 from steelyard.testing.run_rig import SCORER, WORKER, RunRig, make_score, make_settings, play, refusal_of
 from steelyard.types import AttemptFailure, Lease, Outcome
+
+ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
 
 
 def failure(lease: Lease, outcome: Outcome) -> AttemptFailure:
@@ -31,6 +34,23 @@ async def journalled(rig: RunRig, kind: type[e.Event]) -> list[e.AnyEvent]:
 def test_every_ending_has_a_rule_and_every_outcome_an_ending() -> None:
     assert set(RETRY_RULES) == set(Ending)
     assert {rule.outcome for rule in RETRY_RULES.values()} == set(Outcome)
+
+
+@pytest.mark.parametrize("ending", list(Ending))
+def test_the_documented_table_is_this_one(ending: Ending) -> None:
+    (row,) = [line for line in ARCHITECTURE.read_text().splitlines() if line.startswith(f"| `{ending}`")]
+    _, _, outcome, follows, uses_up, waits = (cell.strip() for cell in row.split("|")[:-1])
+    rule = RETRY_RULES[ending]
+    assert outcome == (f"`{rule.outcome}`" if ending is not Ending.GRADER_FAILED else "as the grader says")
+    expected = {
+        Follow.NOTHING: "nothing: it is the result",
+        Follow.NEW_ATTEMPT: "new attempt",
+        Follow.SAME_ARTIFACT: "the same artifact is scored again",
+    }
+    assert follows == expected[rule.follow]
+    budget = "`scoring.max_attempts`" if ending is Ending.GRADER_FAILED else "`rollout.max_attempts`"
+    assert uses_up == (budget if rule.is_counted else "" if rule.follow is Follow.NOTHING else "nothing")
+    assert waits == ("back-off" if rule.has_backoff else "" if rule.follow is Follow.NOTHING else "no")
 
 
 def test_only_a_verdict_is_final() -> None:

@@ -5,6 +5,7 @@ After every rule the books close; at the end every prompt of the stream has ende
 
 import asyncio
 import contextlib
+import random
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -19,7 +20,7 @@ from steelyard.coordinator.transitions import GroupState
 from steelyard.errors import Refused, RunError
 from steelyard.testing.manual_clock import settle
 from steelyard.testing.run_rig import SCORER, WORKER, RunRig, make_score, make_settings
-from steelyard.types import ArtifactReport, Lease, Outcome, Purpose, Sampling, Score, ScoreJob
+from steelyard.types import ArtifactReport, AttemptFailure, Lease, Outcome, Purpose, Sampling, Score, ScoreJob
 
 T = TypeVar("T")
 NUM_TASKS = 30
@@ -45,8 +46,16 @@ class CrashingJournal(MemoryJournal):
 class CoordinatorMachine(RuleBasedStateMachine):
     """Drives a rig; keeps every message it ever saw, to send it again at any later time."""
 
-    @initialize(seed=st.integers(0, 1000), lag=st.integers(0, 3), groups_per_batch=st.integers(1, 2))
-    def start(self, seed: int, lag: int, groups_per_batch: int) -> None:
+    @initialize(
+        seed=st.integers(0, 1000),
+        lag=st.integers(0, 3),
+        groups_per_batch=st.integers(1, 2),
+        budget_tokens=st.sampled_from([None, 12]),
+        budget_s=st.sampled_from([None, 60.0]),
+    )
+    def start(
+        self, seed: int, lag: int, groups_per_batch: int, budget_tokens: int | None, budget_s: float | None
+    ) -> None:
         self.loop = asyncio.new_event_loop()
         self.journal = CrashingJournal()
         chosen = make_settings(
@@ -56,8 +65,17 @@ class CoordinatorMachine(RuleBasedStateMachine):
             max_tail_wait_s=30.0,
             lease_s=20.0,
             score_lease_s=15.0,
+            budget_tokens=budget_tokens,
+            budget_s=budget_s,
         )
-        self.rig = RunRig(chosen, seed=seed, journal=self.journal, num_tasks=NUM_TASKS, num_epochs=1)
+        self.rig = RunRig(
+            chosen,
+            seed=seed,
+            journal=self.journal,
+            num_tasks=NUM_TASKS,
+            num_epochs=1,
+            jitter=random.Random(seed),
+        )
         self.rig.memory_journal = self.journal
         self.leases: list[Lease] = []
         self.reports: list[ArtifactReport] = []
@@ -121,6 +139,34 @@ class CoordinatorMachine(RuleBasedStateMachine):
         lease = self.pick(self.leases, draw)
         if self.rig.coordinator.is_alive(lease.attempt_id):
             self.attempt(self.rig.lose(lease, tokens))
+
+    @precondition(lambda self: self.leases)
+    @rule(draw=st.integers(0, 10_000), outcome=st.sampled_from(Outcome))
+    def report_an_outcome(self, draw: int, outcome: Outcome) -> None:
+        """Whatever a worker says of its attempt, only four outcomes are its to give."""
+        lease = self.pick(self.leases, draw)
+        is_alive = self.rig.coordinator.is_alive(lease.attempt_id)
+        failure = AttemptFailure(
+            attempt_id=lease.attempt_id, attempt_number=lease.attempt_number, outcome=outcome, reason="r"
+        )
+        self.attempt(self.rig.coordinator.attempt_failed(failure))
+        is_taken = is_alive and outcome not in (Outcome.SCORED, Outcome.GRADER_FAILED)
+        assert self.rig.coordinator.is_alive(lease.attempt_id) is (is_alive and not is_taken)
+
+    @precondition(lambda self: self.leases)
+    @rule(draw=st.integers(0, 10_000), is_whole_task=st.booleans(), dice=st.integers(0, 2))
+    def cancel(self, draw: int, is_whole_task: bool, dice: int) -> None:
+        """A group or a task that was leased at any time; twice, for the second changes nothing."""
+        if dice:
+            return
+        lease, coordinator = self.pick(self.leases, draw), self.rig.coordinator
+        if is_whole_task:
+            self.run(coordinator.cancel_task(lease.task_id, "withdrawn"))
+            assert self.run(coordinator.cancel_task(lease.task_id, "withdrawn")) == ()
+        else:
+            self.run(coordinator.cancel_group(lease.group_id, "withdrawn"))
+            assert not self.run(coordinator.cancel_group(lease.group_id, "withdrawn"))
+        assert not coordinator.is_alive(lease.attempt_id)
 
     @rule(count=st.integers(1, 6))
     def lease_scores(self, count: int) -> None:
@@ -203,14 +249,16 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if state.newest_ready is None:
             self.run(self.rig.load(survivor))
 
-    @rule(tasks=st.integers(1, 2))
-    def evaluate(self, tasks: int) -> None:
+    @rule(tasks=st.integers(1, 2), priority=st.integers(-2, 2))
+    def evaluate(self, tasks: int, priority: int) -> None:
         newest = self.rig.coordinator.newest_ready()
         if newest is not None:
             names = tuple(f"held-{n}" for n in range(tasks))
             label = f"eval-{newest.version}"
             self.run(
-                self.rig.coordinator.admit_evaluation(names, version=newest.version, sampling=Sampling(), label=label)
+                self.rig.coordinator.admit_evaluation(
+                    names, version=newest.version, sampling=Sampling(), label=label, priority=priority
+                )
             )
 
     @rule(abandon=st.booleans(), dice=st.integers(0, 3))
