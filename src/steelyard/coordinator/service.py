@@ -29,8 +29,9 @@ from steelyard.coordinator.groups import Groups, TaskStream
 from steelyard.coordinator.journal.base import Journal
 from steelyard.coordinator.leases import Leases
 from steelyard.coordinator.records import BatchPlan, CoordinatorSettings, EvaluationResult, PendingStep, VersionInfo
+from steelyard.coordinator.recovery import recover
 from steelyard.coordinator.scores import Scoring
-from steelyard.coordinator.state import apply, outbox
+from steelyard.coordinator.state import outbox
 from steelyard.coordinator.transitions import HELD, RolloutState
 from steelyard.coordinator.versions import Versions
 from steelyard.coordinator.waiting import Signal, Sleep
@@ -45,7 +46,7 @@ _T = TypeVar("_T")
 class Coordinator:
     """Use :meth:`open`; the object lives in one event loop."""
 
-    def __init__(self, core: Core, journal: Journal, stream: TaskStream | None) -> None:
+    def __init__(self, core: Core, journal: Journal, stream: TaskStream | None, num_covered: int) -> None:
         self._core = core
         self._journal = journal
         self._groups = Groups(core, stream)
@@ -54,6 +55,7 @@ class Coordinator:
         self._versions = Versions(core, self._groups, self._leases)
         self._batches = Batches(core, self._groups, self._scoring)
         self._evaluations = Evaluations(core, self._scoring)
+        self._snapshots = core.snapshots(journal, num_covered)
         self._ticker: asyncio.Task[None] | None = None
 
     @classmethod
@@ -84,13 +86,11 @@ class Coordinator:
             counters: where refusals, failures and drops are counted.
 
         Raises:
-            IntegrityError: the journal's chain is broken.
+            IntegrityError: the journal's chain is broken elsewhere than at its end.
             IllegalTransition: the journal holds an event that cannot follow.
             StorageFailed: the journal cannot be written.
         """
-        state = State()
-        for event in await journal.replay():
-            apply(state, event)
+        state, num_covered = await recover(journal)
         core = Core(
             state=state,
             journal=journal,
@@ -101,7 +101,7 @@ class Coordinator:
             counters=counters if counters is not None else Counters(),
             open_traces=open_traces,
         )
-        coordinator = cls(core, journal, stream)
+        coordinator = cls(core, journal, stream, num_covered)
         rules = settings.rules
         if state.run is None:
             core.record(
@@ -127,14 +127,16 @@ class Coordinator:
             raise
 
     async def close(self) -> None:
-        """Commit what is in line, stop the ticker and close the journal. Live work stays live in the journal."""
+        """Commit what is in line, stop the ticker, write a snapshot, close the journal. Live work stays live in it."""
         await self._stop_ticker()
         await self._core.commits.close()
+        await self._snapshots.close()
         await self._journal.close()
 
     async def crash(self) -> None:
         """Stop as a killed process would: what is not committed is lost. For rehearsals of recovery."""
         self._core.commits.stop()
+        await self._snapshots.stop()
         await self._stop_ticker()
 
     # --- harness workers --------------------------------------------------------------------------
