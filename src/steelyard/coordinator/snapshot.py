@@ -4,8 +4,10 @@ A snapshot only saves time. It is used where its own digest holds, where it was 
 the same fields, and where the journal has the same head at the same number; else it is as if it were not there.
 """
 
+import contextlib
+import gc
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -131,6 +133,11 @@ def take(state: State, head: Head) -> bytes:
 
 def capture(state: State) -> Capture:
     """What a snapshot needs of a state that goes on; the short part of the work."""
+    with _no_search_for_cycles():
+        return _capture(state)
+
+
+def _capture(state: State) -> Capture:
     plain = tuple(
         getattr(state, name) if shape.pack is None else shape.pack(getattr(state, name))
         for name, shape in _PLAIN.items()
@@ -177,6 +184,11 @@ def restore(data: bytes) -> tuple[State, Head]:
         IntegrityError: the data are damaged, or of another format; says which.
     """
     snapshot = _checked(data)
+    with _no_search_for_cycles():
+        return _restored(snapshot), snapshot.head
+
+
+def _restored(snapshot: Snapshot) -> State:
     try:
         plain, links = _BASE_DECODER.decode(snapshot.parts[0])
         rows = [row for part in snapshot.parts[1:] for row in _GROUPS_DECODER.decode(part)]
@@ -186,7 +198,19 @@ def restore(data: bytes) -> tuple[State, Head]:
         _link(state, rows, links)
     except (msgspec.MsgspecError, KeyError, IndexError) as error:
         raise IntegrityError(f"a snapshot must hold a whole state: {error!r}") from error
-    return state, snapshot.head
+    return state
+
+
+@contextlib.contextmanager
+def _no_search_for_cycles() -> Iterator[None]:
+    """Nothing is garbage while so many objects are made at once, and looking for it takes most of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _link(state: State, rows: Sequence[_GroupRow], links: _Links) -> None:
