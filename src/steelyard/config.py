@@ -184,10 +184,15 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
 
 
 class JournalConfig(Section, frozen=True, kw_only=True):
-    """Where events go. ``group_commit_s`` is how long a commit may wait for company."""
+    """Where events go. ``group_commit_s`` is how long a commit may wait for company.
+
+    A snapshot of the state is written every ``snapshot_every_events`` committed events, and when a run ends; a resume
+    replays only what came after the newest one.
+    """
 
     kind: Literal["memory", "sqlite"] = "sqlite"
     group_commit_s: float = 0.002
+    snapshot_every_events: int = 50_000
 
 
 class AllocationConfig(Section, frozen=True, kw_only=True):

@@ -63,6 +63,7 @@ def _minimums(config: Config) -> Iterator[str]:
         "scoring.num_workers": (config.scoring.num_workers, 1),
         "scoring.concurrency": (config.scoring.concurrency, 1),
         "scoring.max_attempts": (config.scoring.max_attempts, 1),
+        "journal.snapshot_every_events": (config.journal.snapshot_every_events, 1),
         "eval.num_tasks": (config.eval.num_tasks, 0),
         "eval.num_unseen_templates": (config.eval.num_unseen_templates, 0),
         "gateway.port": (config.gateway.port, 0),

@@ -12,6 +12,7 @@ from steelyard.coordinator.entities import Rollout, State
 from steelyard.coordinator.events import AnyEvent, RunResumed, RunStarted
 from steelyard.coordinator.journal.base import Journal
 from steelyard.coordinator.records import CoordinatorSettings
+from steelyard.coordinator.snapshots import SnapshotWriter
 from steelyard.coordinator.state import apply
 from steelyard.coordinator.waiting import Signal, Sleep, wait_first
 from steelyard.errors import Refused, StorageFailed
@@ -99,6 +100,20 @@ class Core:
         self._handlers: dict[type[Any], list[Callable[[Any], None]]] = {}
         self._listeners: list[Callable[[Effect], None]] = []
         self._outbox: deque[tuple[int, Effect]] = deque()
+        self._on_commit: list[Callable[[int], None]] = []
+
+    def snapshots(self, journal: Journal, num_covered: int) -> SnapshotWriter:
+        """The writer of snapshots; ``num_covered`` events need none any more."""
+        writer = SnapshotWriter(
+            self.state,
+            journal,
+            self.commits,
+            every_events=self.settings.snapshot_every_events,
+            num_covered=num_covered,
+            on_failure=self.fail,
+        )
+        self._on_commit.append(writer.committed)
+        return writer
 
     def now_s(self) -> float:
         """The present, never before the last event; goes on at once where the clock was set back since."""
@@ -205,6 +220,8 @@ class Core:
             _, effect = self._outbox.popleft()
             for listener in self._listeners:
                 listener(effect)
+        for hear in self._on_commit:
+            hear(num_committed)
 
 
 def short(detail: str) -> str:

@@ -39,6 +39,7 @@ class CoordinatorSettings(Record, frozen=True, kw_only=True):
     max_backoff_s: float = 10.0
     backoff_jitter_frac: float = 0.5
     group_commit_s: float = 0.002
+    snapshot_every_events: int = 50_000
     tick_s: float = 1.0
     is_pinned: bool = True
 
@@ -81,6 +82,7 @@ class CoordinatorSettings(Record, frozen=True, kw_only=True):
             alarm_failure_frac=config.scoring.alarm_failure_frac,
             max_retained_versions=config.weights.max_retained_versions,
             group_commit_s=config.journal.group_commit_s,
+            snapshot_every_events=config.journal.snapshot_every_events,
             tick_s=min(1.0, config.rollout.lease_s / 4),
         )
 

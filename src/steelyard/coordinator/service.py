@@ -31,8 +31,9 @@ from steelyard.coordinator.groups import Groups, TaskStream
 from steelyard.coordinator.journal.base import Journal
 from steelyard.coordinator.leases import Leases
 from steelyard.coordinator.records import BatchPlan, CoordinatorSettings, EvaluationResult, PendingStep, VersionInfo
+from steelyard.coordinator.recovery import recover
 from steelyard.coordinator.scores import Scoring
-from steelyard.coordinator.state import apply, outbox
+from steelyard.coordinator.state import outbox
 from steelyard.coordinator.ticking import Ticker
 from steelyard.coordinator.time_budgets import TimeBudgets
 from steelyard.coordinator.transitions import HELD, RolloutState
@@ -56,7 +57,7 @@ class Coordinator:
     leases_type: type[Leases] = Leases
     scoring_type: type[Scoring] = Scoring
 
-    def __init__(self, core: Core, journal: Journal, stream: TaskStream | None) -> None:
+    def __init__(self, core: Core, journal: Journal, stream: TaskStream | None, num_covered: int) -> None:
         self._core = core
         self._journal = journal
         self._groups = self.groups_type(core, stream)
@@ -65,6 +66,7 @@ class Coordinator:
         self._versions = Versions(core, self._groups, self._leases)
         self._batches = Batches(core, self._groups, self._scoring)
         self._evaluations = Evaluations(core, self._scoring)
+        self._snapshots = core.snapshots(journal, num_covered)
         self._cancellation = Cancellation(core, self._groups, self._batches)
         self._ticker = Ticker(core, (TimeBudgets(core, self._groups), self._leases, self._scoring))
 
@@ -98,13 +100,11 @@ class Coordinator:
             jitter: chance in the back-off of retries; None waits each out in full.
 
         Raises:
-            IntegrityError: the journal's chain is broken.
+            IntegrityError: the journal's chain is broken elsewhere than at its end.
             IllegalTransition: the journal holds an event that cannot follow.
             StorageFailed: the journal cannot be written.
         """
-        state = State()
-        for event in await journal.replay():
-            apply(state, event)
+        state, num_covered = await recover(journal)
         core = Core(
             state=state,
             journal=journal,
@@ -116,7 +116,7 @@ class Coordinator:
             open_traces=open_traces,
             jitter=jitter if jitter is not None else FullWait(),
         )
-        coordinator = cls(core, journal, stream)
+        coordinator = cls(core, journal, stream, num_covered)
         core.begin(run_id, seed, config_digest)
         await coordinator._begin()
         return coordinator
@@ -139,14 +139,16 @@ class Coordinator:
         return list(outbox(self._core.state))
 
     async def close(self) -> None:
-        """Commit what is in line, stop the ticker and close the journal. Live work stays live in the journal."""
+        """Commit what is in line, stop the ticker, write a snapshot, close the journal. Live work stays live in it."""
         await self._ticker.stop()
         await self._core.commits.close()
+        await self._snapshots.close()
         await self._journal.close()
 
     async def crash(self) -> None:
         """Stop as a killed process would: what is not committed is lost. For rehearsals of recovery."""
         self._core.commits.stop()
+        await self._snapshots.stop()
         await self._ticker.stop()
 
     # --- harness workers --------------------------------------------------------------------------
@@ -460,12 +462,8 @@ class Coordinator:
 
     async def diagnose(self) -> doctor.Diagnosis:
         """Who waits for whom."""
-        core = self._core
-        return await self._answer(
-            lambda: doctor.diagnose(
-                core.state, core.settings, core.now_s(), self._scoring.held_jobs(), self._leases.expiries()
-            )
-        )
+        core, jobs, expiries = self._core, self._scoring.held_jobs, self._leases.expiries
+        return await self._answer(lambda: doctor.diagnose(core.state, core.settings, core.now_s(), jobs(), expiries()))
 
     def _finish(self, reason: str) -> None:
         run = self._core.state.run

@@ -15,7 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from steelyard.coordinator.books import books
+from steelyard.coordinator.entities import State
 from steelyard.coordinator.journal.memory import MemoryJournal
+from steelyard.coordinator.recovery import recover
+from steelyard.coordinator.snapshot import take
+from steelyard.coordinator.state import apply
 from steelyard.coordinator.transitions import GroupState
 from steelyard.errors import Refused, RunError
 from steelyard.testing.manual_clock import settle
@@ -65,6 +69,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             max_tail_wait_s=30.0,
             lease_s=20.0,
             score_lease_s=15.0,
+            snapshot_every_events=7,
             budget_tokens=budget_tokens,
             budget_s=budget_s,
         )
@@ -288,9 +293,17 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.reopen(abandon=False)
 
     def reopen(self, abandon: bool) -> None:
+        self.run(self.recovery_agrees_with_a_replay())
         self.run(self.rig.open())
         if abandon:
             self.run(self.rig.coordinator.abandon("interrupted"))
+
+    async def recovery_agrees_with_a_replay(self) -> None:
+        recovered, _ = await recover(self.journal)
+        replayed = State()
+        for event in await self.journal.replay():
+            apply(replayed, event)
+        assert take(recovered, self.journal.stored_head) == take(replayed, self.journal.stored_head)
 
     @invariant()
     def books_close(self) -> None:

@@ -3,32 +3,26 @@
 An operator can read it while the run goes on::
 
     sqlite3 journal.sqlite "select number, payload from records order by number desc limit 5"
+
+Snapshots of the state lie as files in the folder ``<journal>.snapshots`` beside it. They are not in the database:
+a large one would hold up every commit that waits behind it.
 """
 
 import asyncio
+import contextlib
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from steelyard.coordinator.events import AnyEvent, kind_of
-from steelyard.coordinator.journal.base import (
-    EMPTY_HEAD,
-    FaultPoint,
-    Head,
-    JournalRecord,
-    chain,
-    checked_events,
-    no_fault,
-)
+from steelyard.coordinator.journal import sqlite_file as files
+from steelyard.coordinator.journal.base import EMPTY_HEAD, FaultPoint, Head, JournalRecord, chain, no_fault
+from steelyard.coordinator.journal.replaying import Replay
+from steelyard.coordinator.journal.snapshot_files import SnapshotFiles
+from steelyard.coordinator.journal.sqlite_salvage import rebuild, salvage_if_cut_short
 from steelyard.errors import IntegrityError, StorageFailed
-
-_SCHEMA = (
-    "create table if not exists records (number integer primary key, payload text not null, digest text not null)",
-    "create table if not exists head (id integer primary key check (id = 1), number integer, digest text)",
-)
-_PAGE_RECORDS = 4096
 
 _T = TypeVar("_T")
 
@@ -46,26 +40,56 @@ class SqliteJournal:
         self._head = EMPTY_HEAD
         self._connection: sqlite3.Connection | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
+        # A thread of their own, and one only: commits do not wait for snapshots, and these are written one at a time.
+        self._snapshot_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshots")
+        self._snapshots = SnapshotFiles(snapshots_folder(path), fault_point)
 
     async def append(self, events: Sequence[AnyEvent]) -> None:
         await self._call(lambda: self._append(events))
 
     async def replay(self) -> tuple[AnyEvent, ...]:
-        return await self._call(self._replay)
+        return tuple([event async for page in self.replay_from(EMPTY_HEAD) for event in page])
+
+    async def replay_from(self, head: Head) -> AsyncIterator[Sequence[AnyEvent]]:
+        replay = Replay(_Records(self), head)
+        while page := await self._call(replay.next_page):
+            yield page
+
+    async def head_at(self, number: int) -> Head | None:
+        return await self._call(lambda: self._head_at(number))
+
+    async def save_snapshot(self, number: int, data: bytes) -> None:
+        await self._call(lambda: self._snapshots.write(number, data), self._snapshot_thread)
+
+    async def snapshots(self) -> tuple[int, ...]:
+        return await self._call(self._snapshots.numbers, self._snapshot_thread)
+
+    async def read_snapshot(self, number: int) -> bytes:
+        return await self._call(lambda: self._snapshots.read(number), self._snapshot_thread)
 
     async def close(self) -> None:
         await self._call(self._close)
         self._thread.shutdown(wait=False)
+        self._snapshot_thread.shutdown(wait=False)
 
-    async def _call(self, function: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+    async def _call(self, function: Callable[[], _T], thread: ThreadPoolExecutor | None = None) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(thread or self._thread, function)
 
     def _open(self) -> sqlite3.Connection:
         if self._connection is None:
-            connection = _connect(self._path, is_read_only=False)
-            self._head = _read_head(connection, self._path)
+            connection = self._connect()
+            files.warn_of_torn_log(self._path, connection)
+            self._head = files.read_head(connection, self._path)
             self._connection = connection
         return self._connection
+
+    def _connect(self) -> sqlite3.Connection:
+        try:
+            return files.connect(self._path, is_read_only=False)
+        except IntegrityError:
+            if not salvage_if_cut_short(self._path):
+                raise
+            return files.connect(self._path, is_read_only=False)
 
     def _append(self, events: Sequence[AnyEvent]) -> None:
         connection = self._open()
@@ -91,12 +115,30 @@ class SqliteJournal:
         self._pass_events(events, "after")
 
     def _pass_events(self, events: Sequence[AnyEvent], when: str) -> None:
+        if self._fault_point is no_fault:
+            return
         for event in events:
             self._fault_point(f"event:{kind_of(event)}:{when}")
 
-    def _replay(self) -> tuple[AnyEvent, ...]:
+    def _head_at(self, number: int) -> Head | None:
         connection = self._open()
-        return tuple(checked_events(_read_records(connection, self._path), self._head))
+        if number == 0:
+            return EMPTY_HEAD
+        record = files.read_one(connection, number)
+        return None if record is None else Head(number=number, digest=record.digest)
+
+    def _cut(self, head: Head) -> None:
+        connection = self._open()
+        try:
+            with _transaction(connection):
+                connection.execute("delete from records where number > ?", (head.number,))
+                connection.execute("insert or replace into head values (1, ?, ?)", (head.number, head.digest))
+        except sqlite3.DatabaseError:
+            # The tree of pages itself is damaged: what can be read goes into a new file.
+            self._close()
+            rebuild(self._path, head)
+            self._open()
+        self._head = head
 
     def _close(self) -> None:
         if self._connection is not None:
@@ -104,11 +146,33 @@ class SqliteJournal:
             self._connection = None
 
 
+class _Records:
+    """The records of an open journal, for replaying. Called on the journal's own thread."""
+
+    def __init__(self, journal: SqliteJournal) -> None:
+        self._journal = journal
+        self.name = str(journal._path)
+
+    def head(self) -> Head:
+        self._journal._open()
+        return self._journal._head
+
+    def page(self, after: int) -> list[JournalRecord]:
+        return files.read_page(self._journal._open(), self._journal._path, after)
+
+    def readable_after(self, number: int) -> Iterator[JournalRecord]:
+        connection = self._journal._open()
+        return files.readable_after(connection, number, files.last_number(connection, self._journal._head))
+
+    def cut(self, head: Head) -> None:
+        self._journal._cut(head)
+
+
 class SqliteJournalReader:
     """Reads the journal of a run, finished or not, without being able to change it.
 
     Raises:
-        IntegrityError: on any call, where the file is no journal.
+        IntegrityError: on any call, where the file is no journal, or of another format.
         StorageFailed: the file cannot be opened.
     """
 
@@ -116,63 +180,35 @@ class SqliteJournalReader:
         self._path = path
 
     def records(self) -> Iterator[JournalRecord]:
-        connection = _connect(self._path, is_read_only=True)
+        connection = files.connect(self._path, is_read_only=True)
+        after = -1
         try:
-            yield from _read_records(connection, self._path)
+            while page := files.read_page(connection, self._path, after):
+                yield from page
+                after = page[-1].number
         finally:
             connection.close()
 
     def head(self) -> Head:
-        connection = _connect(self._path, is_read_only=True)
+        connection = files.connect(self._path, is_read_only=True)
         try:
-            return _read_head(connection, self._path)
+            return files.read_head(connection, self._path)
         finally:
             connection.close()
 
 
-def _connect(path: Path, is_read_only: bool) -> sqlite3.Connection:
-    mode = "ro" if is_read_only else "rwc"
+def snapshots_folder(path: Path) -> Path:
+    """Where the snapshots of the journal at ``path`` lie."""
+    return path.with_name(f"{path.name}.snapshots")
+
+
+@contextlib.contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    connection.execute("begin immediate")
     try:
-        connection = sqlite3.connect(
-            f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None, check_same_thread=False
-        )
-    except sqlite3.Error as error:
-        raise StorageFailed(f"{path}: the journal cannot be opened: {error}") from error
-    if is_read_only:
-        return connection
-    try:
-        connection.execute("pragma journal_mode=wal")
-        connection.execute("pragma synchronous=full")
-        for statement in _SCHEMA:
-            connection.execute(statement)
-    except sqlite3.OperationalError as error:
-        connection.close()
-        raise StorageFailed(f"{path}: the journal cannot be written: {error}") from error
-    except sqlite3.DatabaseError as error:
-        connection.close()
-        raise IntegrityError(f"{path} must be a journal: {error}") from error
-    return connection
-
-
-def _read_head(connection: sqlite3.Connection, path: Path) -> Head:
-    try:
-        row = connection.execute("select number, digest from head").fetchone()
-    except sqlite3.Error as error:
-        raise IntegrityError(f"{path} must be a journal: {error}") from error
-    return Head(number=row[0], digest=row[1]) if row else EMPTY_HEAD
-
-
-def _read_records(connection: sqlite3.Connection, path: Path) -> Iterator[JournalRecord]:
-    """In pages, so that a long journal is never in memory twice."""
-    after = -1
-    while True:
-        try:
-            query = "select number, payload, digest from records where number > ? order by number limit ?"
-            rows = connection.execute(query, (after, _PAGE_RECORDS)).fetchall()
-        except sqlite3.Error as error:
-            raise IntegrityError(f"{path}: records after {after} cannot be read: {error}") from error
-        for number, payload, digest in rows:
-            yield JournalRecord(number=number, payload=str(payload).encode(), digest=str(digest))
-        if len(rows) < _PAGE_RECORDS:
-            return
-        after = rows[-1][0]
+        yield
+        connection.execute("commit")
+    except sqlite3.Error:
+        if connection.in_transaction:
+            connection.rollback()
+        raise

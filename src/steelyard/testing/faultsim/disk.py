@@ -8,14 +8,21 @@ import asyncio
 import contextvars
 import random
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
 import xxhash
 
 from steelyard.coordinator.events import AnyEvent
-from steelyard.coordinator.journal.base import EMPTY_HEAD, Head, JournalRecord, chain, checked_events
+from steelyard.coordinator.journal.base import (
+    EMPTY_HEAD,
+    KEPT_SNAPSHOTS,
+    Head,
+    JournalRecord,
+    chain,
+    checked_events,
+)
 from steelyard.errors import IntegrityError, StorageFailed
 from steelyard.testing.faultsim.loop import OWNER, VirtualLoop
 
@@ -74,11 +81,12 @@ class Disk:
 
 
 class File:
-    """One file that is appended to."""
+    """One file that is appended to, and the snapshots beside it, each written whole."""
 
     def __init__(self, disk: Disk) -> None:
         self.durable = b""
         self.written = b""
+        self.snapshots: dict[int, bytes] = {}
         self._disk = disk
         disk.on_power_cut(self._lose)
 
@@ -99,6 +107,19 @@ class File:
         """
         num_bytes = len(self.written)
         await self._disk.sync(lambda: self._keep(num_bytes))
+
+    async def save_snapshot(self, number: int, data: bytes) -> None:
+        """Keep a snapshot and the newest ones before it; at once and for good when this returns.
+
+        Raises:
+            StorageFailed: the disk refused; what was there before is there still.
+        """
+
+        def keep() -> None:
+            kept = {**self.snapshots, number: data}
+            self.snapshots = {n: kept[n] for n in sorted(kept)[-KEPT_SNAPSHOTS:]}
+
+        await self._disk.sync(keep)
 
     def sync_now(self) -> None:
         """As ``sync``, blocking: no time passes.
@@ -149,6 +170,29 @@ class DiskJournal:
         self._file.cut(num_bytes)
         self._head = _head_of(records)
         return tuple(checked_events(records, self._head))
+
+    async def replay_from(self, head: Head) -> AsyncIterator[Sequence[AnyEvent]]:
+        """See :class:`steelyard.coordinator.journal.base.Journal`; the whole chain is checked each time."""
+        yield (await self.replay())[head.number :]
+
+    async def head_at(self, number: int) -> Head | None:
+        """See :class:`steelyard.coordinator.journal.base.Journal`."""
+        records, _ = read_frames(self._file.written)
+        return _head_of(records[:number]) if number <= len(records) else None
+
+    async def save_snapshot(self, number: int, data: bytes) -> None:
+        """See :class:`steelyard.coordinator.journal.base.Journal`."""
+        await self._file.save_snapshot(number, data)
+
+    async def snapshots(self) -> tuple[int, ...]:
+        """See :class:`steelyard.coordinator.journal.base.Journal`."""
+        return tuple(sorted(self._file.snapshots, reverse=True))
+
+    async def read_snapshot(self, number: int) -> bytes:
+        """See :class:`steelyard.coordinator.journal.base.Journal`."""
+        if number not in self._file.snapshots:
+            raise IntegrityError(f"there must be a snapshot {number}, and is none")
+        return self._file.snapshots[number]
 
     async def close(self) -> None:
         """Nothing to release."""

@@ -255,6 +255,7 @@ def drawn_settings(draw: random.Random) -> CoordinatorSettings:
         max_steps=_NUM_STEPS,
         lease_s=8.0,
         score_lease_s=6.0,
+        snapshot_every_events=draw.choice((10, 40, 1000)),
         max_attempts=draw.choice((2, 3, 6)),
         max_grader_attempts=draw.choice((2, 3, 6)),
         max_tail_wait_s=draw.choice((20.0, 60.0)),

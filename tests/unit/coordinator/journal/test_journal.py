@@ -73,9 +73,9 @@ def test_both_kinds_write_the_same_chain(tmp_path: Path) -> None:
             "record 2 must have digest",
         ),
         ("delete from records where number = 2", "record 2 is missing, found 3"),
-        ("delete from records where number = 4", "must end with record 4, ends with 3"),
+        ("delete from records", "nothing of the journal can be read"),
         ("update records set digest = 'x' where number = 3", "record 3 must have digest"),
-        ("update records set number = 0 where number = 1", "record 1 is missing, found 0"),
+        ("update records set number = 0 where number = 1", "record 1 is missing, found 2"),
         ("delete from head", "must end with record 0, ends with 4"),
     ],
 )

@@ -1,6 +1,7 @@
 import asyncio
 import contextvars
 import itertools
+import threading
 
 import pytest
 from hypothesis import given
@@ -107,9 +108,14 @@ def test_a_killed_process_runs_not_another_line_until_the_world_has_ended() -> N
     assert seen == ["cleaned up"], "every task is unwound, so that none is left to the garbage collector"
 
 
-def test_there_are_no_threads() -> None:
-    async def main() -> None:
-        await asyncio.to_thread(len, "abc")
+def test_what_is_meant_for_a_thread_runs_in_this_one_and_takes_no_time() -> None:
+    loop = VirtualLoop(10.0)
 
-    with pytest.raises(NotImplementedError, match="no threads"):
-        run(main(), VirtualLoop(10.0))
+    async def main() -> tuple[int, int, float]:
+        found = await asyncio.to_thread(len, "abc")
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.to_thread(lambda: 1 // 0)
+        return found, await asyncio.to_thread(threading.get_ident), loop.time()
+
+    started_s = loop.time()
+    assert run(main(), loop) == (3, threading.get_ident(), started_s)
