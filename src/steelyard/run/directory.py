@@ -4,7 +4,7 @@
 
     runs/<name>-<NNN>/
       config.yaml  journal.sqlite  journal.sqlite.snapshots/  traces/  artifacts/  batches/  weights/v000000/
-      checkpoints/step-000000/  metrics.jsonl  log.jsonl  logs/  report.html  run.lock
+      checkpoints/step-000000/  metrics.jsonl  log.jsonl  logs/  sandboxes/  report.html  run.lock
 """
 
 import errno
