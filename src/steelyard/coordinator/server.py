@@ -11,9 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
-from aiohttp import StreamReader, web
-from aiohttp.abc import AbstractStreamWriter
-from aiohttp.http import RawRequestMessage
+from aiohttp import web
 
 from steelyard.clock import Clock
 from steelyard.coordinator import protocol as p
@@ -23,6 +21,7 @@ from steelyard.coordinator.sessions import OpenCall, Session, Sessions
 from steelyard.errors import DeadlineExceeded, InputError, ProtocolMismatch, Refused, RunError, SteelyardError
 from steelyard.metrics import Counters
 from steelyard.processes import frames
+from steelyard.processes.http_port import HttpPort, PortOptions, bearer_key
 from steelyard.types import Record
 
 _LOG = logging.getLogger(__name__)
@@ -85,12 +84,17 @@ class CoordinatorServer:
         self._keys = keys
         self._clock = clock
         self._counters = counters
-        self._host = host
-        self._port = port
         self._limits = limits or ServerLimits()
+        options = PortOptions(
+            field="coordinator.port",
+            host=host,
+            port=port,
+            max_body_bytes=self._limits.max_body_bytes,
+            shutdown_s=self._limits.shutdown_s,
+        )
+        self._http = HttpPort(self._answer, options)
         self._sessions = Sessions()
         self._performing: set[asyncio.Task[p.Result]] = set()
-        self._runner: web.ServerRunner | None = None
         self._endpoints: dict[tuple[str, str], Endpoint] = {
             ("POST", p.CALLS_PATH): self._calls,
             ("GET", p.HEALTH_PATH): self._health,
@@ -102,19 +106,7 @@ class CoordinatorServer:
         Raises:
             InputError: the port is in use or may not be bound.
         """
-        server = web.Server(self._answer, request_factory=self._make_request, handler_cancellation=True)
-        self._runner = web.ServerRunner(server, shutdown_timeout=self._limits.shutdown_s)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port)
-        try:
-            await site.start()
-        except OSError as error:
-            await self.stop()
-            raise InputError(
-                f"coordinator.port: {self._host}:{self._port} must be free, but: {error.strerror or error}"
-            ) from error
-        host, port = self._runner.addresses[0][:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        return await self._http.start()
 
     async def stop(self) -> None:
         """Stop listening and end open requests; calls under way are cancelled, and what they did stays done."""
@@ -122,21 +114,7 @@ class CoordinatorServer:
         for task in performing:
             task.cancel()
         await asyncio.gather(*performing, return_exceptions=True)
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
-
-    def _make_request(
-        self,
-        message: RawRequestMessage,
-        payload: StreamReader,
-        protocol: web.RequestHandler,
-        writer: AbstractStreamWriter,
-        task: "asyncio.Task[None]",
-    ) -> web.BaseRequest:
-        loop = asyncio.get_running_loop()
-        limit = self._limits.max_body_bytes
-        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=limit)
+        await self._http.stop()
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
         response = await self._respond(request)
@@ -264,11 +242,11 @@ class CoordinatorServer:
             raise HttpError(408, InputError(f"the body must arrive within {limit_s:.0f} s")) from None
 
     def _holder(self, request: web.BaseRequest) -> Capability:
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        key = bearer_key(request)
         try:
-            if scheme.lower() != "bearer" or not key:
+            if key is None:
                 raise Refused("unknown", "a key must be sent as 'Authorization: Bearer KEY'")
-            return self._keys.verify(key.strip(), self._clock.now_s())
+            return self._keys.verify(key, self._clock.now_s())
         except Refused as error:
             self._counters.add(f"coordinator.key.{error.reason}")
             raise HttpError(401, error) from None

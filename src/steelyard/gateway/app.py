@@ -9,9 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 import msgspec
-from aiohttp import StreamReader, web
-from aiohttp.abc import AbstractStreamWriter
-from aiohttp.http import RawRequestMessage
+from aiohttp import web
 
 from steelyard.clock import Clock
 from steelyard.errors import DeadlineExceeded, EngineError, InputError, Refused, RunError
@@ -20,6 +18,7 @@ from steelyard.gateway.dialects import openai, openai_replies
 from steelyard.gateway.service import Completion, Gateway, Overloaded
 from steelyard.ids import IdSource
 from steelyard.metrics import Counters
+from steelyard.processes.http_port import HttpPort, PortOptions, bearer_key
 
 _LOG = logging.getLogger(__name__)
 _JSON = "application/json"
@@ -64,9 +63,6 @@ class HttpError(Exception):
 class GatewayServer:
     """Serves a gateway on one port.
 
-    There are four endpoints and nothing else, so this stands on the plain HTTP server of aiohttp: an application
-    with a router costs each call about as much as the gateway's own work.
-
     Args:
         port: 0 takes a free one, which :meth:`start` returns.
         model_name: what ``/v1/models`` lists. Requests may name any model; there is one policy.
@@ -90,11 +86,16 @@ class GatewayServer:
         self._ids = ids
         self._clock = clock
         self._counters = counters
-        self._host = host
-        self._port = port
         self._model_name = model_name
         self._limits = limits or HttpLimits()
-        self._runner: web.ServerRunner | None = None
+        options = PortOptions(
+            field="gateway.port",
+            host=host,
+            port=port,
+            max_body_bytes=self._limits.max_body_bytes,
+            shutdown_s=self._limits.shutdown_s,
+        )
+        self._http = HttpPort(self._answer, options)
         self._endpoints: dict[tuple[str, str], Endpoint] = {
             ("POST", "/v1/chat/completions"): self._chat,
             ("POST", "/v1/completions"): self._completion,
@@ -108,37 +109,11 @@ class GatewayServer:
         Raises:
             InputError: the port is in use or may not be bound.
         """
-        server = web.Server(self._answer, request_factory=self._make_request, handler_cancellation=True)
-        self._runner = web.ServerRunner(server, shutdown_timeout=self._limits.shutdown_s)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port)
-        try:
-            await site.start()
-        except OSError as error:
-            await self.stop()
-            raise InputError(
-                f"gateway.port: {self._host}:{self._port} must be free, but: {error.strerror or error}"
-            ) from error
-        host, port = self._runner.addresses[0][:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        return f"{await self._http.start()}/v1"
 
     async def stop(self) -> None:
         """Stop listening and end open requests."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
-
-    def _make_request(
-        self,
-        message: RawRequestMessage,
-        payload: StreamReader,
-        protocol: web.RequestHandler,
-        writer: AbstractStreamWriter,
-        task: "asyncio.Task[None]",
-    ) -> web.BaseRequest:
-        loop = asyncio.get_running_loop()
-        limit = self._limits.max_body_bytes
-        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=limit)
+        await self._http.stop()
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """The endpoint's answer, or its failure in the form of OpenAI."""
@@ -252,11 +227,11 @@ class GatewayServer:
 
     def _attempt(self, request: web.BaseRequest) -> str:
         """The attempt whose key the request carries."""
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key:
+        key = bearer_key(request)
+        if key is None:
             message = "You didn't provide an API key: send the attempt's key as 'Authorization: Bearer KEY'."
             raise HttpError(401, message, "invalid_request_error")
-        return self._keys.verify(key.strip(), self._clock.now_s())
+        return self._keys.verify(key, self._clock.now_s())
 
     def _wanted(self, body: openai.ChatBody | openai.CompletionBody, *, logprobs: bool) -> openai_replies.Wanted:
         options = body.stream_options

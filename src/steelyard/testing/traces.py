@@ -1,6 +1,6 @@
 """Builders of turns and traces."""
 
-from steelyard.types import EndReason, FinishReason, Sampling, Trace, Turn, VersionSpan
+from steelyard.types import EndReason, FinishReason, Sampling, SealedTrace, Trace, Turn, VersionSpan
 
 
 def make_turn(
@@ -33,3 +33,18 @@ def make_trace(attempt_id: str, num_turns: int = 3, *, version: int = 0) -> Trac
     """A sealed trace of one segment."""
     turns = tuple(make_turn(attempt_id, index, version=version) for index in range(num_turns))
     return Trace(attempt_id=attempt_id, turns=turns, end_reason=EndReason.SUBMITTED)
+
+
+def sealed_trace(attempt_id: str, num_tokens: int) -> SealedTrace:
+    """What a worker reports of a trace of one turn, sampled from version 0."""
+    return SealedTrace(
+        attempt_id=attempt_id,
+        digest="d",
+        num_turns=1,
+        num_tokens=num_tokens,
+        oldest_version=0,
+        newest_version=0,
+        mean_version=0.0,
+        num_segments=1,
+        end_reason=EndReason.SUBMITTED,
+    )

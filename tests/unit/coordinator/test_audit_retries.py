@@ -9,7 +9,8 @@ from steelyard.coordinator.audit import INVARIANTS
 from steelyard.coordinator.audit_evidence import Findings
 from steelyard.coordinator.audit_retries import check_retries
 from steelyard.testing.run_rig import make_settings
-from steelyard.types import ArtifactReport, EndReason, Outcome, Purpose, Sampling, SealedTrace
+from steelyard.testing.traces import sealed_trace
+from steelyard.types import ArtifactReport, Outcome, Purpose, Sampling
 
 RULES = make_settings().rules
 NAMES = ("budgets_kept", "retries_ruled")
@@ -66,17 +67,7 @@ def cancelled(at_s: float, reason: str) -> e.RolloutCancelled:
 
 
 def sealed(number: int, at_s: float, num_tokens: int) -> e.ArtifactReady:
-    trace = SealedTrace(
-        attempt_id=f"att_{number}",
-        digest="d",
-        num_turns=1,
-        num_tokens=num_tokens,
-        oldest_version=0,
-        newest_version=0,
-        mean_version=0.0,
-        num_segments=1,
-        end_reason=EndReason.SUBMITTED,
-    )
+    trace = sealed_trace(f"att_{number}", num_tokens)
     report = ArtifactReport(attempt_id=f"att_{number}", attempt_number=number, trace=trace, artifact_digest="a")
     return e.ArtifactReady(at_s=at_s, report=report)
 

@@ -1,12 +1,11 @@
 """``apply`` against an independent model of the state machine.
 
-The model knows only the plain dictionaries below, written from DESIGN section 3. Any event is sent at any time, for ids
+The model (``steelyard.testing.state_model``) knows only plain dictionaries. Any event is sent at any time, for ids
 that live, ended or never were; the model says whether it may follow, and what stands afterwards. Both must agree after
 every event, refused ones included.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -18,109 +17,11 @@ from steelyard.coordinator.entities import State
 from steelyard.coordinator.state import apply, outbox
 from steelyard.errors import IllegalTransition
 from steelyard.testing.run_rig import make_manifest, make_proof, make_settings
-from steelyard.types import ArtifactReport, EndReason, Outcome, Purpose, Sampling, Score, SealedTrace
-
-MOVES = {
-    "lease": {"PENDING": "LEASED"},
-    "run": {"LEASED": "RUNNING"},
-    "seal": {"RUNNING": "ARTIFACT_READY"},
-    "score": {"ARTIFACT_READY": "SCORED"},
-    "grader_failed": {"ARTIFACT_READY": "ARTIFACT_READY"},
-    "accept": {"SCORED": "ACCEPTED"},
-    "reject": {"SCORED": "REJECTED"},
-    "fail": {"LEASED": "INFRA_FAILED", "RUNNING": "INFRA_FAILED", "ARTIFACT_READY": "INFRA_FAILED"},
-    "expire": {"LEASED": "INFRA_FAILED", "RUNNING": "INFRA_FAILED"},
-    "retry": {"INFRA_FAILED": "PENDING"},
-    "cancel": dict.fromkeys(["PENDING", "LEASED", "RUNNING", "ARTIFACT_READY", "INFRA_FAILED"], "CANCELLED"),
-}
-WITH_A_WORKER = {"LEASED", "RUNNING"}
-ENDED = {"ACCEPTED", "REJECTED", "CANCELLED", "CONSUMED"}
-GROUP_MOVES = {
-    "complete": {"OPEN": "COMPLETE"},
-    "evaluate": {"OPEN": "EVALUATED"},
-    "drop": {"OPEN": "DROPPED", "COMPLETE": "DROPPED", "PARKED": "DROPPED"},
-    "park": {"OPEN": "PARKED", "COMPLETE": "PARKED"},
-    "restart": {"OPEN": "OPEN", "COMPLETE": "OPEN", "PARKED": "OPEN"},
-    "begin": {"COMPLETE": "CONSUMED"},
-}
-FOR_TRAINING = {"complete", "park", "restart", "begin"}
-FOR_EVALUATION = {"evaluate"}
-NOBODY = "nobody"
+from steelyard.testing.state_model import ENDED, NOBODY, WITH_A_WORKER, Bundle, Member, Model
+from steelyard.testing.traces import sealed_trace
+from steelyard.types import ArtifactReport, Outcome, Purpose, Sampling, Score
 
 ids = st.integers(0, 10_000)
-
-
-@dataclass
-class Member:
-    """A rollout in the model. ``held`` is the number of tokens that its newest attempt samples."""
-
-    group: str
-    state: str = "PENDING"
-    attempt: str | None = None
-    number: int = 0
-    version: int = 0
-    held: int = 0
-    is_sealed: bool = False
-    failures: int = 0
-    tokens: int = 0
-
-
-@dataclass
-class Bundle:
-    """A group in the model."""
-
-    is_train: bool
-    members: list[str]
-    state: str = "OPEN"
-
-
-@dataclass
-class Model:
-    """Everything that must stand."""
-
-    members: dict[str, Member] = field(default_factory=dict)
-    groups: dict[str, Bundle] = field(default_factory=dict)
-    known: dict[str, str] = field(default_factory=dict)
-    over: dict[str, str] = field(default_factory=dict)
-    recorded: dict[str, int] = field(default_factory=dict)
-    versions: list[int] = field(default_factory=list)
-    next_step: int = 0
-    next_position: int = 0
-    trained_groups: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    trained: int = 0
-    evaluated: int = 0
-    lost: Counter[str] = field(default_factory=Counter)
-    rejected: Counter[str] = field(default_factory=Counter)
-
-    def may(self, what: str, member: Member | None) -> bool:
-        return member is not None and member.state in MOVES[what]
-
-    def of_attempt(self, attempt: str) -> Member | None:
-        return self.members.get(self.known.get(attempt, ""))
-
-    def move(self, what: str, member: Member) -> str:
-        was, member.state = member.state, MOVES[what][member.state]
-        return was
-
-    def end_attempt(self, member: Member, why: str = "late") -> None:
-        if member.attempt is not None and self.known.pop(member.attempt, None) is not None:
-            self.over[member.attempt] = why
-
-    def accepted_tokens(self, group: Bundle) -> int:
-        return sum(self.members[m].held for m in group.members if self.members[m].state == "ACCEPTED")
-
-    def may_close(self, what: str, name: str) -> bool:
-        group = self.groups.get(name)
-        if group is None or group.state not in GROUP_MOVES[what]:
-            return False
-        fits = what not in (FOR_EVALUATION if group.is_train else FOR_TRAINING)
-        return fits and all(self.members[m].state in ENDED for m in group.members)
-
-    def forget_members(self, group: Bundle) -> None:
-        for name in group.members:
-            self.end_attempt(self.members.pop(name))
-        group.members = []
 
 
 class StateMachine(RuleBasedStateMachine):
@@ -255,22 +156,8 @@ class StateMachine(RuleBasedStateMachine):
         }
         if not self.send(choices[what], model.may_close(what, name)):
             return
-        group = model.groups[name]
-        tokens = model.accepted_tokens(group)
-        group.state = GROUP_MOVES[what][group.state]
-        reason = {"drop": "cancelled", "park": "orphaned", "restart": "stale"}.get(what)
-        if reason is not None:
-            model.rejected[reason] += tokens
-        model.evaluated += tokens if what == "evaluate" else 0
-        if what != "complete":
-            model.forget_members(group)
-        if what == "restart":
-            group.members = list(fresh)
-            model.members.update({rollout: Member(name) for rollout in fresh})
-            self.rollout_ids += fresh
-        if what in ("drop", "evaluate"):
-            model.dropped["cancelled"] += what == "drop" and group.is_train
-            del model.groups[name]
+        model.close(what, name, fresh)
+        self.rollout_ids += fresh if what == "restart" else ()
 
     @rule(draw=ids, skip=st.sampled_from([0, 0, 0, 1]), is_whole=st.sampled_from([True, True, False]))
     def begin_step(self, draw: int, skip: int, is_whole: bool) -> None:
@@ -599,20 +486,6 @@ class StateMachine(RuleBasedStateMachine):
             AttemptBegan=states["LEASED"] + states["RUNNING"],
             ScoreWaits=states["ARTIFACT_READY"],
         )
-
-
-def sealed_trace(attempt_id: str, num_tokens: int) -> SealedTrace:
-    return SealedTrace(
-        attempt_id=attempt_id,
-        digest="d",
-        num_turns=1,
-        num_tokens=num_tokens,
-        oldest_version=0,
-        newest_version=0,
-        mean_version=0.0,
-        num_segments=1,
-        end_reason=EndReason.SUBMITTED,
-    )
 
 
 TestStateMachine = StateMachine.TestCase
