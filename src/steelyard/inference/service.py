@@ -69,8 +69,4 @@ async def serve_engine(engine: Engine, socket_path: Path, stop: asyncio.Event, f
     """
     server = Server(fault)
     EngineService(engine).register(server)
-    await server.serve(socket_path)
-    try:
-        await stop.wait()
-    finally:
-        await server.close()
+    await server.serve_until(socket_path, stop)

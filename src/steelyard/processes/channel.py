@@ -102,6 +102,14 @@ class Server:
         self._server = await asyncio.start_unix_server(self._serve_connection, str(path), limit=1 << 20)
         path.chmod(0o600)
 
+    async def serve_until(self, path: Path, stop: asyncio.Event) -> None:
+        """Serve until ``stop`` is set, then close. Raises like ``serve``."""
+        await self.serve(path)
+        try:
+            await stop.wait()
+        finally:
+            await self.close()
+
     async def close(self) -> None:
         """Stop listening and end all connections with their calls."""
         self._is_closed = True

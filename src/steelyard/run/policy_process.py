@@ -78,9 +78,7 @@ async def serve(options: ChildOptions, stop: asyncio.Event) -> None:
 
     server = Server()
     server.handle_streaming(BUILD, answer)
-    await server.serve(Path(options.socket_path))
-    await stop.wait()
-    await server.close()
+    await server.serve_until(Path(options.socket_path), stop)
 
 
 if __name__ == "__main__":
