@@ -21,6 +21,7 @@ import transformers
 
 from steelyard.errors import InputError, RunError
 from steelyard.trainer.model import logits_at
+from steelyard.trainer.muon import StackedMuon
 from steelyard.trainer.quick_recipe import OnProgress, QuickPolicyRecipe, TokenSequence, WarmUpProgress, WarmUpReport
 
 transformers.utils.logging.disable_progress_bar()
@@ -142,35 +143,31 @@ def warm_up_rate(done_frac: float, recipe: QuickPolicyRecipe) -> float:
 
 
 class _WarmUpOptimizer:
-    """Muon (torch's; K. Jordan, 2024) for the matrices inside the layers, AdamW for embedding and norms."""
+    """Muon for the matrices inside the layers, AdamW for embedding and norms."""
 
     def __init__(self, module: torch.nn.Module, recipe: QuickPolicyRecipe) -> None:
         matrices = [p for name, p in module.named_parameters() if p.ndim == 2 and ".layers." in name]
         inside = {id(p) for p in matrices}
         others = [p for p in module.parameters() if id(p) not in inside]
         self._parameters = [*matrices, *others]
-        self._max_grad_norm = recipe.max_grad_norm
-        self._peaks = (
-            (torch.optim.Muon(matrices, lr=recipe.matrix_rate, weight_decay=recipe.weight_decay), recipe.matrix_rate),
-            (
-                torch.optim.AdamW(others, lr=recipe.learning_rate, betas=(0.9, _BETA2), weight_decay=0.0, fused=True),
-                recipe.learning_rate,
-            ),
+        self._recipe = recipe
+        self._muon = StackedMuon(matrices, recipe.weight_decay)
+        self._adamw = torch.optim.AdamW(
+            others, lr=recipe.learning_rate, betas=(0.9, _BETA2), weight_decay=0.0, fused=True
         )
 
     def zero_grad(self) -> None:
-        for optimizer, _ in self._peaks:
-            optimizer.zero_grad(set_to_none=True)
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def step(self, rate: float) -> None:
         """Move by ``rate`` times the peak rates."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm))
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._recipe.max_grad_norm))
         if not math.isfinite(norm):
             raise RunError(f"warm-up: the gradient norm must be finite, got {norm}; no parameter was changed")
-        for optimizer, peak in self._peaks:
-            for group in optimizer.param_groups:
-                group["lr"] = rate * peak
-            optimizer.step()  # type: ignore[no-untyped-call]
+        self._muon.step(rate * self._recipe.matrix_rate)
+        self._adamw.param_groups[0]["lr"] = rate * self._recipe.learning_rate
+        self._adamw.step()
 
 
 def _warm_up_step(module: torch.nn.Module, optimizer: _WarmUpOptimizer, batch: WarmUpBatch, rate: float) -> float:

@@ -30,11 +30,12 @@ class QuickPolicyRecipe(Record, frozen=True, kw_only=True):
 
     Defaults: 1.3M parameters. A warm-up step takes ``batch_tokens`` padded tokens of sequences of similar length
     (for the same tokens in all, twice as many steps of half the size reach a clearly lower loss). After
-    ``time_limit_s`` seconds the warm-up ends; a machine that is late at half of that time runs down the learning
-    rate by the clock, and so still ends with a small one. ``context_weight`` is the weight of the loss on tokens
-    that the policy will not be asked to produce (1 for those it will): a little of it teaches what functions look
-    like, long before the policy is asked to mend one. Matrices inside the layers are trained by Muon at
-    ``matrix_rate``, which needs less than half as many tokens as AdamW here; all else by AdamW at ``learning_rate``.
+    ``time_limit_s`` seconds, preparation included, the warm-up ends; a machine that is late at half of its time for
+    training runs down the learning rate by the clock, and so still ends with a small one. ``context_weight`` is the
+    weight of the loss on tokens that the policy will not be asked to produce (1 for those it will): a little of it
+    teaches what functions look like, long before the policy is asked to mend one. Matrices inside the layers are
+    trained by Muon at ``matrix_rate``, which needs less than half as many tokens as AdamW here; all else by AdamW at
+    ``learning_rate``.
     """
 
     vocab_size: int = 1024
@@ -55,7 +56,7 @@ class QuickPolicyRecipe(Record, frozen=True, kw_only=True):
     max_grad_norm: float = 1.0
     context_weight: float = 0.3
     num_threads: int = 2
-    time_limit_s: float = 95.0
+    time_limit_s: float = 110.0
     seed: int = 0
 
 
