@@ -56,7 +56,7 @@ class QuickPolicyRecipe(Record, frozen=True, kw_only=True):
     max_grad_norm: float = 1.0
     context_weight: float = 0.3
     num_threads: int = 2
-    time_limit_s: float = 110.0
+    time_limit_s: float = 113.0
     seed: int = 0
 
 
