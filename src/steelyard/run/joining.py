@@ -1,0 +1,207 @@
+"""What a worker and a scorer on another machine share: their key, their folder, whether they fit the run, when to stop."""
+
+import asyncio
+import contextlib
+import fcntl
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from steelyard.config import Config
+from steelyard.coordinator.capability import Role, role_of, worker_of
+from steelyard.coordinator.description import RunDescription
+from steelyard.digests import digest_bytes
+from steelyard.environments.base import Environment, Services
+from steelyard.environments.registry import make_environment
+from steelyard.errors import InputError, Refused, StorageFailed
+from steelyard.processes.supervision import supervise
+from steelyard.sandbox.function_calls import run_function_calls
+from steelyard.sandbox.registry import end_abandoned_sandboxes
+from steelyard.traces.blobs import BlobStore
+from steelyard.types import Record
+
+NEWS_EVERY_S = 30.0
+TRY_DEADLINE_S = 10.0
+"""One call to the coordinator or the gateway, with its tries; what is lost for longer is a matter of patience."""
+
+Value = TypeVar("Value")
+
+
+class JoinOptions(Record, frozen=True, kw_only=True):
+    """What the command line says.
+
+    ``artifacts``: where artifacts lie as this machine sees it; None takes what the run says. ``home``: where notes and
+    logs are kept. ``lost_after_s``: how long the coordinator may be silent. ``drain_s``: how long work under way may go
+    on after a stop; None takes a default.
+    """
+
+    coordinator: str
+    key_file: str
+    home: str
+    artifacts: str | None = None
+    lost_after_s: float = 120.0
+    drain_s: float | None = None
+
+
+class Lines:
+    """Plain lines on the terminal, under the name of whoever says them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, text: str) -> None:
+        sys.stdout.write(f"{self._name}: {text}\n")
+        sys.stdout.flush()
+
+
+def read_key(path: str, role: Role) -> str:
+    """The key in a file.
+
+    Raises:
+        InputError: the file cannot be read, or holds no key of this role. The message never holds the key.
+    """
+    try:
+        key = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise InputError(f"--key-file must be a readable file with a key, got {path}: {reason}") from None
+    try:
+        worker_of(key)
+        found = role_of(key)
+    except InputError as error:
+        raise InputError(f"--key-file {path}: {error}") from None
+    if found is not role:
+        raise InputError(f"--key-file must hold the key of a {role}, got that of a {found} in {path}")
+    return key
+
+
+def make_own_environment(config: Config) -> Environment:
+    """The environment of the configuration.
+
+    Raises:
+        ConfigError: it is unknown or its options are wrong.
+    """
+    services = Services(run_function=run_function_calls, call_deadline_s=config.sandbox.call_deadline_s)
+    return make_environment(config.environment.kind, config.environment.options, services)
+
+
+def describe_run(config: Config, environment: Environment, artifacts_url: str) -> RunDescription:
+    """What a run with this configuration says of itself."""
+    return RunDescription(
+        environment=config.environment.kind,
+        environment_version=environment.version,
+        options_digest=digest_bytes(msgspec.json.encode(config.environment.options, order="deterministic")),
+        verifier_version=environment.grader().verifier_version,
+        artifacts_url=artifacts_url,
+        lease_s=config.rollout.lease_s,
+    )
+
+
+def require_fit(config: Config, environment: Environment, run: RunDescription) -> None:
+    """Refuse to work for a run with another environment or grader.
+
+    Raises:
+        InputError: names what must be alike and what came instead.
+    """
+    own = describe_run(config, environment, "")
+    alike = (
+        ("environment.kind", run.environment, own.environment),
+        ("the environment's version", run.environment_version, own.environment_version),
+        ("environment.options (digest)", run.options_digest, own.options_digest),
+        ("the verifier's version", run.verifier_version, own.verifier_version),
+    )
+    for name, wanted, got in alike:
+        if wanted != got:
+            raise InputError(f"{name} must be {wanted} as in the run, got {got} here")
+
+
+async def accepted(asking: Awaitable[Value]) -> Value:
+    """The answer to the first call, with which the key is tried.
+
+    Raises:
+        InputError: the key is refused.
+    """
+    try:
+        return await asking
+    except Refused as error:
+        raise InputError(f"--key-file must hold a key of this run that has not expired, got: {error}") from None
+
+
+@contextlib.contextmanager
+def own_home(options: JoinOptions, key: str) -> Iterator[Path]:
+    """A folder that only this worker uses, swept of sandboxes that a predecessor left.
+
+    Raises:
+        InputError: a process with the same key works on this machine already.
+        StorageFailed: the folder cannot be made.
+    """
+    name = f"{worker_of(key)}-{digest_bytes(options.coordinator.rstrip('/').encode())[:8]}"
+    home = Path(options.home).expanduser().absolute() / name
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        lock = (home / "lock").open("wb")
+    except OSError as error:
+        raise StorageFailed(f"--home must be writable, got {home}: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(
+                f"--key-file must be used by one process at a time, but {worker_of(key)} works already in {home}"
+            ) from None
+        end_abandoned_sandboxes(home / "sandboxes")
+        yield home
+
+
+def open_artifacts(url: str) -> BlobStore:
+    """The artifacts of a run at ``file:///folder``.
+
+    Raises:
+        InputError: the URL is of another kind, or there is no such folder.
+    """
+    path = Path(url.removeprefix("file://"))
+    if not url.startswith("file:///"):
+        raise InputError(f"--artifacts must be file:///folder, got {url}")
+    if not path.is_dir():
+        raise InputError(f"--artifacts must be a folder that this machine shares with the run, got {url}")
+    return BlobStore(path)
+
+
+def watch_for_stop() -> asyncio.Event:
+    """Set by the first SIGTERM or Ctrl-C; the second one ends the process at once."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def told() -> None:
+        stop.set()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told)
+    return stop
+
+
+async def work_with_news(
+    work: Coroutine[Any, Any, None], stop: asyncio.Event, say: Callable[[str], None], news: Callable[[], str]
+) -> None:
+    """Work to its end; say now and then how it goes, and that it was told to stop.
+
+    *consumes* nothing; *waits for* the work; *unblocked by* its end; *produces* lines.
+    """
+
+    async def talk() -> None:
+        while True:
+            await asyncio.sleep(NEWS_EVERY_S)
+            say(news())
+
+    async def tell() -> None:
+        await stop.wait()
+        say(f"told to stop; {news()}")
+        await asyncio.get_running_loop().create_future()
+
+    await supervise(work, talk(), tell())
