@@ -1,4 +1,4 @@
-"""The coordinator over HTTP, for workers and scorers on any machine. docs/protocol.md is the protocol.
+"""The coordinator over HTTP, for workers, scorers and trainers on any machine. docs/protocol.md is the protocol.
 
 *Consumes* requests of up to 32 calls. *Waits for* the coordinator's answers, each of which waits for a commit, and for
 slow readers, with deadlines. *Unblocked by* the last answer, or the client's leaving: polls that nobody waits for any
@@ -15,10 +15,11 @@ from aiohttp import web
 
 from steelyard.clock import Clock
 from steelyard.coordinator import protocol as p
-from steelyard.coordinator.capability import Capability, CapabilityRing
+from steelyard.coordinator.capability import Capability, CapabilityRing, Role
 from steelyard.coordinator.description import RUN_PATH, RunDescription
 from steelyard.coordinator.service import Coordinator
 from steelyard.coordinator.sessions import OpenCall, Session, Sessions
+from steelyard.coordinator.trainer_service import perform
 from steelyard.errors import DeadlineExceeded, InputError, ProtocolMismatch, Refused, RunError, SteelyardError
 from steelyard.metrics import Counters
 from steelyard.processes import frames
@@ -65,6 +66,7 @@ class CoordinatorServer:
 
     Args:
         keys: verifies who calls.
+        roles: whom to serve; the others' calls are refused.
         counters: ``coordinator.http.<status>`` counts requests that failed as a whole, ``coordinator.key.<reason>``
             keys that were refused, ``coordinator.repeated`` calls that had come before.
         port: 0 takes a free one, which :meth:`start` returns.
@@ -81,10 +83,12 @@ class CoordinatorServer:
         host: str = "127.0.0.1",
         port: int = 0,
         limits: ServerLimits | None = None,
+        roles: frozenset[Role] = frozenset(Role),
         description: RunDescription | None = None,
     ) -> None:
         self._coordinator = coordinator
         self._keys = keys
+        self._roles = roles
         self._clock = clock
         self._counters = counters
         self._limits = limits or ServerLimits()
@@ -220,6 +224,8 @@ class CoordinatorServer:
                 await coordinator.score(call.score, worker_id)
             case p.ArtifactLostCall():
                 await coordinator.artifact_lost(call.attempt_id, call.detail, worker_id)
+            case _:
+                return await perform(coordinator, call, worker_id, max_wait_s) or p.Done()
         return p.Done()
 
     async def _wait(self, session: Session, calls: Sequence[tuple[int, OpenCall]]) -> None:
@@ -264,11 +270,11 @@ class CoordinatorServer:
             raise HttpError(401, error) from None
 
     def _require_role(self, holder: Capability, asked: p.CallRequest) -> None:
-        allowed = p.CALLS_OF[holder.role]
+        allowed = p.CALLS_OF[holder.role] if holder.role in self._roles else ()
         for numbered in asked.calls:
             if not isinstance(numbered.call, allowed):
                 self._counters.add("coordinator.key.role")
-                detail = f"{type(numbered.call).__name__} is not a call of a {holder.role}"
+                detail = f"{type(numbered.call).__name__} is not a call that a {holder.role} may make here"
                 raise HttpError(403, Refused("foreign", detail))
 
     def _as_http(self, error: Exception) -> HttpError:

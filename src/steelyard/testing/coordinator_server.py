@@ -10,9 +10,12 @@ from steelyard.coordinator.client import ClientSettings, CoordinatorClient
 from steelyard.coordinator.events import AnyEvent
 from steelyard.coordinator.journal.memory import MemoryJournal
 from steelyard.coordinator.server import CoordinatorServer, ServerLimits
+from steelyard.coordinator.trainer_link import OperatorLink, TrainerLink
 from steelyard.metrics import Counters
 from steelyard.testing.fault_proxy import Fault, FaultProxy
 from steelyard.testing.run_rig import SCORER, WORKER, RunRig, make_settings
+
+TRAINER = "trn_rig"
 
 
 class HeldJournal(MemoryJournal):
@@ -91,6 +94,14 @@ class ServedRig:
     async def scorer(self, worker_id: str = SCORER, **settings: Any) -> CoordinatorClient:
         """A client for a scorer."""
         return await self._client(Role.SCORER, worker_id, settings)
+
+    async def trainer(self, **settings: Any) -> TrainerLink:
+        """A trainer's side."""
+        return TrainerLink(await self._client(Role.TRAINER, TRAINER, settings))
+
+    async def operator(self) -> OperatorLink:
+        """An operator's side."""
+        return OperatorLink(await self._client(Role.OPERATOR, "opr_rig", {}))
 
     def lose(self, *numbers: int, fault: Fault = Fault.LOSE_ANSWER) -> None:
         """From now on the requests with these numbers meet ``fault``; 0 is the next one."""

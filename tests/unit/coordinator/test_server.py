@@ -111,7 +111,7 @@ def test_an_expired_key_is_answered_401() -> None:
     serve(scene)
 
 
-@pytest.mark.parametrize("role", [Role.SCORER, Role.TRAINER])
+@pytest.mark.parametrize("role", [Role.SCORER, Role.TRAINER, Role.OPERATOR])
 def test_a_call_of_another_role_is_answered_403_and_nothing_of_the_request_is_done(role: Role) -> None:
     async def scene(served: ServedRig) -> None:
         headers = {"Authorization": f"Bearer {served.key(role, SCORER)}"}
@@ -125,7 +125,7 @@ def test_a_call_of_another_role_is_answered_403_and_nothing_of_the_request_is_do
     serve(scene)
 
 
-@pytest.mark.parametrize(("version", "said"), [("2", "speaks version 2"), (None, "names none"), ("x", "version x")])
+@pytest.mark.parametrize(("version", "said"), [("1", "speaks version 1"), (None, "names none"), ("x", "version x")])
 def test_an_unlike_version_is_refused_with_both_named(version: str | None, said: str) -> None:
     async def scene(served: ServedRig) -> None:
         status, failed = await post(served, request_of(HEARTBEAT), headers={p.VERSION_HEADER: version})
@@ -173,7 +173,8 @@ def test_a_body_that_does_not_come_is_answered_408() -> None:
     async def scene(served: ServedRig) -> None:
         host, port = served.proxy.upstream.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST {p.CALLS_PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n{p.VERSION_HEADER}: 1\r\n"
+        version = f"{p.VERSION_HEADER}: {p.PROTOCOL_VERSION}\r\n"
+        head = f"POST {p.CALLS_PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n{version}"
         writer.write(f"{head}Authorization: Bearer {served.key(Role.WORKER, WORKER)}\r\n\r\n".encode())
         assert b" 408 " in await reader.readline()
         writer.close()
