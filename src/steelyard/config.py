@@ -62,8 +62,11 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     attempts, ``budget_tokens`` sampled over all its attempts (lost ones included; looked at between attempts), or
     ``budget_s`` seconds from its admission to its end, waiting included, which is the system's time and not the
     policy's. None: no limit.
+
+    ``num_workers`` 0: the run has no harness of its own, only workers elsewhere run attempts (``steelyard worker``).
     """
 
+    num_workers: int = 1
     group_size: int = 8
     max_turns: int = 6
     max_tokens: int = 128
@@ -167,7 +170,10 @@ class SandboxConfig(Section, frozen=True, kw_only=True):
 
 
 class ScoringConfig(Section, frozen=True, kw_only=True):
-    """Graders run in their own processes, which can be killed; each grades ``concurrency`` artifacts at a time."""
+    """Graders run in their own processes, which can be killed; each grades ``concurrency`` artifacts at a time.
+
+    ``num_workers`` 0: the run has no graders of its own, only scorers elsewhere grade (``steelyard scorer``).
+    """
 
     num_workers: int = 1
     concurrency: int = 8

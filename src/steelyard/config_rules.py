@@ -33,6 +33,7 @@ def _minimums(config: Config) -> Iterator[str]:
         "resources.rollout_gpus": (config.resources.rollout_gpus, 1),
         "resources.train_gpus": (config.resources.train_gpus, 1),
         "resources.reward_gpus": (config.resources.reward_gpus, 0),
+        "rollout.num_workers": (config.rollout.num_workers, 0),
         "rollout.group_size": (config.rollout.group_size, 2),
         "rollout.max_turns": (config.rollout.max_turns, 1),
         "rollout.max_tokens": (config.rollout.max_tokens, 1),
@@ -60,7 +61,7 @@ def _minimums(config: Config) -> Iterator[str]:
         "sandbox.max_disk_bytes": (config.sandbox.max_disk_bytes, config.sandbox.max_file_bytes),
         "sandbox.num_warm": (config.sandbox.num_warm, 0),
         "sandbox.max_alive": (config.sandbox.max_alive, max(1, config.sandbox.num_warm)),
-        "scoring.num_workers": (config.scoring.num_workers, 1),
+        "scoring.num_workers": (config.scoring.num_workers, 0),
         "scoring.concurrency": (config.scoring.concurrency, 1),
         "scoring.max_attempts": (config.scoring.max_attempts, 1),
         "journal.snapshot_every_events": (config.journal.snapshot_every_events, 1),
@@ -158,5 +159,7 @@ def _not_available(config: Config) -> Iterator[str]:
         yield f"resources.total_gpus must be unset in this version, got {config.resources.total_gpus}"
     if config.model.reward is not None:
         yield f"model.reward must be unset in this version, got {config.model.reward}"
+    if config.rollout.num_workers > 1:
+        yield f"rollout.num_workers must be 0 or 1 in this version, got {config.rollout.num_workers}"
     if config.scheduler.enabled:
         yield "scheduler.enabled must be false in this version, got true"

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Sequence
 
 import aiohttp
 import msgspec
@@ -34,7 +35,7 @@ _DECODER = msgspec.msgpack.Decoder(RunDescription)
 
 
 async def read_description(
-    url: str,
+    urls: Sequence[str],
     key: str,
     *,
     counters: Counters,
@@ -42,7 +43,7 @@ async def read_description(
     settings: RetrySettings | None = None,
     sleep: Sleep = asyncio.sleep,
 ) -> RunDescription:
-    """Ask the coordinator at ``url``, again and again until the deadline of ``settings``.
+    """Ask whichever coordinator of ``urls`` answers, again and again until the deadline of ``settings``.
 
     Raises:
         DeadlineExceeded: it does not answer.
@@ -51,12 +52,11 @@ async def read_description(
         RemoteFailed, InputError: it is no coordinator of a run.
     """
     headers = {"Authorization": f"Bearer {key}", p.VERSION_HEADER: str(p.PROTOCOL_VERSION)}
-    requests = HttpRequests(
-        url.rstrip("/"), "coordinator", headers, counters=counters, draw=draw, settings=settings, sleep=sleep
-    )
+    bases = [url.rstrip("/") for url in urls]
+    requests = HttpRequests(bases, "coordinator", headers, counters=counters, draw=draw, settings=settings, sleep=sleep)
     async with aiohttp.ClientSession() as http:
         data = await requests.send(http, "GET", RUN_PATH)
     try:
         return _DECODER.decode(data)
     except msgspec.MsgspecError as error:
-        raise RemoteFailed(f"{url} must describe its run, and does not: {error}") from error
+        raise RemoteFailed(f"{' or '.join(bases)} must describe its run, and does not: {error}") from error

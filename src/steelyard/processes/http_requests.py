@@ -7,7 +7,8 @@ or an answer that repeating cannot mend, which is raised as the server's own err
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import aiohttp
 
@@ -40,10 +41,10 @@ class RetrySettings(Record, frozen=True, kw_only=True):
 
 
 class HttpRequests:
-    """Sends requests to one server.
+    """Sends requests to one server, or to those of several that answers.
 
     Args:
-        url: base URL.
+        url: base URL; several where others may take over, tried in turn.
         peer: how messages call the server, and the prefix of ``<peer>_client.retried``, which counts tries after the
             first.
         headers: of every request.
@@ -53,7 +54,7 @@ class HttpRequests:
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         peer: str,
         headers: Mapping[str, str],
         *,
@@ -62,7 +63,7 @@ class HttpRequests:
         settings: RetrySettings | None = None,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
-        self._url = url
+        self._urls = deque((url,) if isinstance(url, str) else url)
         self._peer = peer
         self._headers = dict(headers)
         self._counters = counters
@@ -85,23 +86,24 @@ class HttpRequests:
                     if isinstance(outcome, bytes):
                         return outcome
                     failure, num_tries = outcome, num_tries + 1
+                    _LOG.info("%s%s: try %d failed: %s", self._urls[0], path, num_tries, failure)
+                    self._urls.rotate(-1)
                     self._counters.add(f"{self._peer}_client.retried")
-                    _LOG.info("%s%s: try %d failed: %s", self._url, path, num_tries, failure)
                     await self._sleep(self._settings.wait_s(num_tries, self._draw))
         except TimeoutError:
             what = f"an answer of the {self._peer} ({failure})"
-            raise DeadlineExceeded(what, (self._url,), limit_s) from None
+            raise DeadlineExceeded(what, tuple(sorted(self._urls)), limit_s) from None
 
     async def _try(self, http: aiohttp.ClientSession, method: str, path: str, body: bytes | None) -> bytes | str:
         """One try: the answer's body, or why it should be tried again."""
         timeout = aiohttp.ClientTimeout(total=self._settings.try_deadline_s)
         try:
             async with http.request(
-                method, self._url + path, data=body, headers=self._headers, timeout=timeout, allow_redirects=False
+                method, self._urls[0] + path, data=body, headers=self._headers, timeout=timeout, allow_redirects=False
             ) as response:
                 data, status = await response.read(), response.status
         except aiohttp.InvalidURL:
-            raise InputError(f"the URL of the {self._peer} must be http://HOST:PORT, got {self._url}") from None
+            raise InputError(f"the URL of the {self._peer} must be http://HOST:PORT, got {self._urls[0]}") from None
         except (aiohttp.ClientError, OSError) as error:
             # OSError includes the deadline of the try.
             return f"{type(error).__name__}: {error}"
@@ -114,5 +116,5 @@ class HttpRequests:
     def _failure(self, status: int, data: bytes) -> SteelyardError:
         failure = failure_of(data, f"the {self._peer}", "a request")
         if failure is None:
-            return RemoteFailed(f"{self._url} answered with status {status}, which is no answer of a {self._peer}")
+            return RemoteFailed(f"{self._urls[0]} answered with status {status}, which is no answer of a {self._peer}")
         return failure

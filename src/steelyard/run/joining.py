@@ -1,4 +1,4 @@
-"""What a worker and a scorer on another machine share: their key, their folder, whether they fit the run, when to stop."""
+"""What a worker and a scorer on another machine share: key, own folder, whether they fit the run, when to stop."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from steelyard.digests import digest_bytes
 from steelyard.environments.base import Environment, Services
 from steelyard.environments.registry import make_environment
 from steelyard.errors import InputError, Refused, StorageFailed
-from steelyard.processes.supervision import supervise
+from steelyard.processes.supervision import end_all, supervise
 from steelyard.sandbox.function_calls import run_function_calls
 from steelyard.sandbox.registry import end_abandoned_sandboxes
 from steelyard.traces.blobs import BlobStore
@@ -34,12 +34,13 @@ Value = TypeVar("Value")
 class JoinOptions(Record, frozen=True, kw_only=True):
     """What the command line says.
 
-    ``artifacts``: where artifacts lie as this machine sees it; None takes what the run says. ``home``: where notes and
+    ``coordinators``: URLs, several where standbys may take over. ``artifacts``: where artifacts lie as this machine
+    sees it; None takes what the run says. ``home``: where notes and
     logs are kept. ``lost_after_s``: how long the coordinator may be silent. ``drain_s``: how long work under way may go
     on after a stop; None takes a default.
     """
 
-    coordinator: str
+    coordinators: tuple[str, ...]
     key_file: str
     home: str
     artifacts: str | None = None
@@ -139,7 +140,7 @@ def own_home(options: JoinOptions, key: str) -> Iterator[Path]:
         InputError: a process with the same key works on this machine already.
         StorageFailed: the folder cannot be made.
     """
-    name = f"{worker_of(key)}-{digest_bytes(options.coordinator.rstrip('/').encode())[:8]}"
+    name = f"{worker_of(key)}-{digest_bytes(options.coordinators[0].rstrip('/').encode())[:8]}"
     home = Path(options.home).expanduser().absolute() / name
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -184,6 +185,16 @@ def watch_for_stop() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told)
     return stop
+
+
+async def unless_stopped(work: Coroutine[Any, Any, Value], stop: asyncio.Event) -> Value | None:
+    """What ``work`` gives; None where the stop comes first, and then the work is cancelled."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        await end_all((working, stopping))
 
 
 async def work_with_news(
