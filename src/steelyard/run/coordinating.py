@@ -1,0 +1,150 @@
+"""The process of ``steelyard coordinator``: a run's coordinator alone, for workers, scorers and a trainer elsewhere.
+
+::
+
+    lock -> journal (on PostgreSQL: wait for its lease) -> recover -> listen -> serve until told to stop
+
+*Consumes* calls of docs/protocol.md. *Waits for* the journal. *Unblocked by* SIGTERM, Ctrl-C, or a failure of the run,
+which ends the process: what the journal holds is then what counts.
+"""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import uvloop
+
+from steelyard import config_file
+from steelyard.clock import Clock, SystemClock
+from steelyard.config import Config
+from steelyard.coordinator.capability import Role
+from steelyard.coordinator.core import OpenTraces
+from steelyard.coordinator.journal.base import Journal
+from steelyard.coordinator.journal.memory import MemoryJournal
+from steelyard.coordinator.journal.sqlite import SqliteJournal
+from steelyard.coordinator.protocol import PROTOCOL_VERSION
+from steelyard.coordinator.service import Coordinator
+from steelyard.environments.base import Services
+from steelyard.environments.registry import make_environment
+from steelyard.gateway.recorder import Recorder
+from steelyard.ids import RandomIds
+from steelyard.log import log_to_file
+from steelyard.metrics import Counters
+from steelyard.processes.supervision import end_all
+from steelyard.run.coordinators import open_coordinator, serving
+from steelyard.run.directory import RunDirectory, RunLock, existing_directory, new_directory, write_config
+from steelyard.run.stores import Stores
+from steelyard.sandbox.function_calls import run_function_calls
+from steelyard.traces.shared_ledger import SharedLedger
+
+GO_ON = "steelyard coordinator"
+
+Say = Callable[[str], None]
+"""Takes a line for people."""
+
+
+def coordinate(target: str, overrides: list[str], say: Say) -> None:
+    """Serve the run in the directory ``target``, or a new one of the configuration file ``target``, until told to stop.
+
+    Raises:
+        InputError: the configuration, the directory or the port cannot be used; nothing was started.
+        RunError: the run failed; serving it again goes on with it.
+    """
+    directory, config = _directory(target, overrides)
+    with contextlib.ExitStack() as stack:
+        if config.journal.kind == "sqlite":
+            # The file has one writer. A journal in a database has a lease of its own, which standbys wait for.
+            stack.enter_context(RunLock(directory))
+        stack.enter_context(contextlib.closing(log_to_file(directory.log)))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(config, directory, say))
+
+
+def _directory(target: str, overrides: list[str]) -> tuple[RunDirectory, Config]:
+    if Path(target).is_dir():
+        directory = existing_directory(target)
+        return directory, config_file.load(directory.config, overrides)
+    config = config_file.load(Path(target), overrides)
+    directory = new_directory(config.run.name, config.run.dir, GO_ON)
+    write_config(config, directory)
+    return directory, config
+
+
+async def _serve(config: Config, directory: RunDirectory, say: Say) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stopped = asyncio.create_task(stop.wait(), name="told to stop")
+    served = asyncio.create_task(_serve_until_failure(config, directory, say), name="coordinator")
+    try:
+        await asyncio.wait((stopped, served), return_when=asyncio.FIRST_COMPLETED)
+        if served.done():
+            served.result()
+    finally:
+        await end_all((stopped, served))
+        say(f"stopped; to go on, type: {GO_ON} {directory.path}")
+
+
+async def _serve_until_failure(config: Config, directory: RunDirectory, say: Say) -> None:
+    """Returns never: it is cancelled, or raises what the run failed with."""
+    clock, counters = SystemClock(), Counters()
+    async with AsyncExitStack() as stack:
+        coordinator = await _open(config, directory, clock, counters, say, stack)
+        url = await stack.enter_async_context(serving(config, directory, coordinator, clock, counters, frozenset(Role)))
+        say(f"the coordinator of {directory.path} listens at {url} (protocol {PROTOCOL_VERSION})")
+        say(f"a key for a worker, scorer, trainer or operator: steelyard key {directory.path} ROLE NAME")
+        raise await coordinator.failed()
+
+
+async def _open(
+    config: Config, directory: RunDirectory, clock: Clock, counters: Counters, say: Say, stack: AsyncExitStack
+) -> Coordinator:
+    """The coordinator on its journal; what is opened is closed by ``stack``."""
+    directory.make_folders()
+    stores = Stores.open(directory, _no_fault)
+    stack.push_async_callback(stores.close)
+    recorder = Recorder(stores.traces, stores.ledger, counters, clock)
+    environment = make_environment(
+        config.environment.kind, config.environment.options, Services(run_function=run_function_calls)
+    )
+    say(f"opening the {config.journal.kind} journal")
+    coordinator = await open_coordinator(
+        config,
+        environment,
+        open_journal(config, directory),
+        Recordings(SharedLedger(directory.recorded), recorder),
+        clock=clock,
+        ids=RandomIds(),
+        counters=counters,
+    )
+    stack.push_async_callback(coordinator.close)
+    return coordinator
+
+
+def open_journal(config: Config, directory: RunDirectory) -> Journal:
+    """The journal that the configuration names."""
+    return SqliteJournal(directory.journal) if config.journal.kind == "sqlite" else MemoryJournal()
+
+
+class Recordings:
+    """Ends recordings that other processes made, and those that the control process of an earlier life had made.
+
+    Args:
+        shared: of recorders elsewhere.
+        own: over the files of a control process of this run, which is gone.
+    """
+
+    def __init__(self, shared: SharedLedger, own: OpenTraces) -> None:
+        self._shared = shared
+        self._own = own
+
+    def discard(self, attempt_id: str) -> int:
+        """As :meth:`OpenTraces.discard`; an attempt was recorded in one of the two places."""
+        return self._shared.end(attempt_id) or self._own.discard(attempt_id)
+
+
+def _no_fault(_: str) -> None:
+    """Nobody dies on purpose here."""
