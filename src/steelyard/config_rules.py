@@ -25,6 +25,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _ranges(config)
     yield from _batch_arithmetic(config)
     yield from _room(config)
+    yield from _workers(config)
     yield from _not_available(config)
 
 
@@ -147,6 +148,15 @@ def _room(config: Config) -> Iterator[str]:
             f"weights.max_retained_versions must be >= admission.max_policy_lag + 2 ({versions}), "
             f"got {config.weights.max_retained_versions}"
         )
+
+
+def _workers(config: Config) -> Iterator[str]:
+    for name, number in (
+        ("rollout.num_workers", config.rollout.num_workers),
+        ("scoring.num_workers", config.scoring.num_workers),
+    ):
+        if number == 0 and config.coordinator.port is None:
+            yield f"coordinator.port must be set where {name} is 0: somebody elsewhere must do the work, got null"
 
 
 def _not_available(config: Config) -> Iterator[str]:

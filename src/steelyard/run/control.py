@@ -18,6 +18,7 @@ from pathlib import Path
 from steelyard.clock import Clock, SystemClock
 from steelyard.config import Config
 from steelyard.coordinator.admission import evaluating
+from steelyard.coordinator.capability import CapabilityRing
 from steelyard.coordinator.journal.base import Journal
 from steelyard.coordinator.journal.memory import MemoryJournal
 from steelyard.coordinator.journal.sqlite import SqliteJournal, SqliteJournalReader
@@ -34,6 +35,7 @@ from steelyard.observe.rows import EvaluationLabel, StageName
 from steelyard.processes.faults import FaultPlan, fault_hook
 from steelyard.processes.supervision import supervise, task_group
 from steelyard.run.coordinators import open_coordinator, serving_others
+from steelyard.run.describing import describe_run
 from steelyard.run.directory import RunDirectory
 from steelyard.run.evaluation import Evaluator
 from steelyard.run.news import News
@@ -41,6 +43,7 @@ from steelyard.run.processes import Children, stopping
 from steelyard.run.recovery import replay, starting_point, sweep, sweep_traces
 from steelyard.run.rollouts import RolloutSide
 from steelyard.run.scratch import scratch_folder
+from steelyard.run.secret import run_secret
 from steelyard.run.stores import Stores
 from steelyard.run.training import TrainingLoop
 from steelyard.run.versions import VersionKeeper
@@ -153,7 +156,11 @@ class Control:
     async def _run(self) -> None:
         context, base = self._context, self._base
         context.news.stage(StageName.START)
-        async with RolloutSide(context.config, base.environment, base.children, context.news) as rollouts:
+        config, directory, counters = context.config, context.directory, context.news.counters
+        # Keys of workers elsewhere are the coordinator's, at the gateway too.
+        keys = None if config.coordinator.port is None else CapabilityRing(run_secret(directory))
+        description = describe_run(config, base.environment, directory)
+        async with RolloutSide(config, base.environment, base.children, context.news, keys) as rollouts:
             trainer, engines = await self._start_children()
             router = Router(engines)
             versions = self._keeper(trainer, router)
@@ -161,12 +168,10 @@ class Control:
             await self._bring_weights_up(trainer, versions)
             async with (
                 rollouts.serving(base, router, self._model_dir()) as serving,
-                serving_others(
-                    context.config, context.directory, base.coordinator, base.clock, context.news.counters
-                ) as url,
+                serving_others(config, directory, base.coordinator, base.clock, counters, description) as url,
             ):
                 if url is not None:
-                    context.news.note(f"workers and scorers elsewhere join at {url}")
+                    context.news.note(f"workers and scorers elsewhere join at {url}, gateway {serving.gateway_url}")
                 await supervise(
                     *serving.loops(),
                     versions.run(),

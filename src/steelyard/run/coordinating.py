@@ -27,7 +27,7 @@ from steelyard.coordinator.journal.memory import MemoryJournal
 from steelyard.coordinator.journal.sqlite import SqliteJournal
 from steelyard.coordinator.protocol import PROTOCOL_VERSION
 from steelyard.coordinator.service import Coordinator
-from steelyard.environments.base import Services
+from steelyard.environments.base import Environment, Services
 from steelyard.environments.registry import make_environment
 from steelyard.gateway.recorder import Recorder
 from steelyard.ids import RandomIds
@@ -35,6 +35,7 @@ from steelyard.log import log_to_file
 from steelyard.metrics import Counters
 from steelyard.processes.supervision import end_all
 from steelyard.run.coordinators import open_coordinator, serving
+from steelyard.run.describing import describe_run
 from steelyard.run.directory import RunDirectory, RunLock, existing_directory, new_directory, write_config
 from steelyard.run.stores import Stores
 from steelyard.sandbox.function_calls import run_function_calls
@@ -92,24 +93,33 @@ async def _serve_until_failure(config: Config, directory: RunDirectory, say: Say
     """Returns never: it is cancelled, or raises what the run failed with."""
     clock, counters = SystemClock(), Counters()
     async with AsyncExitStack() as stack:
-        coordinator = await _open(config, directory, clock, counters, say, stack)
-        url = await stack.enter_async_context(serving(config, directory, coordinator, clock, counters, frozenset(Role)))
+        environment = make_environment(
+            config.environment.kind, config.environment.options, Services(run_function=run_function_calls)
+        )
+        coordinator = await _open(config, directory, environment, clock, counters, say, stack)
+        description = describe_run(config, environment, directory)
+        url = await stack.enter_async_context(
+            serving(config, directory, coordinator, clock, counters, frozenset(Role), description)
+        )
         say(f"the coordinator of {directory.path} listens at {url} (protocol {PROTOCOL_VERSION})")
         say(f"a key for a worker, scorer, trainer or operator: steelyard key {directory.path} ROLE NAME")
         raise await coordinator.failed()
 
 
 async def _open(
-    config: Config, directory: RunDirectory, clock: Clock, counters: Counters, say: Say, stack: AsyncExitStack
+    config: Config,
+    directory: RunDirectory,
+    environment: Environment,
+    clock: Clock,
+    counters: Counters,
+    say: Say,
+    stack: AsyncExitStack,
 ) -> Coordinator:
     """The coordinator on its journal; what is opened is closed by ``stack``."""
     directory.make_folders()
     stores = Stores.open(directory, _no_fault)
     stack.push_async_callback(stores.close)
     recorder = Recorder(stores.traces, stores.ledger, counters, clock)
-    environment = make_environment(
-        config.environment.kind, config.environment.options, Services(run_function=run_function_calls)
-    )
     say(f"opening the {config.journal.kind} journal")
     coordinator = await open_coordinator(
         config,

@@ -9,11 +9,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
 from steelyard.config import Config
 from steelyard.coordinator.capability import Role, role_of, worker_of
-from steelyard.coordinator.description import RunDescription
 from steelyard.digests import digest_bytes
 from steelyard.environments.base import Environment, Services
 from steelyard.environments.registry import make_environment
@@ -88,36 +85,6 @@ def make_own_environment(config: Config) -> Environment:
     """
     services = Services(run_function=run_function_calls, call_deadline_s=config.sandbox.call_deadline_s)
     return make_environment(config.environment.kind, config.environment.options, services)
-
-
-def describe_run(config: Config, environment: Environment, artifacts_url: str) -> RunDescription:
-    """What a run with this configuration says of itself."""
-    return RunDescription(
-        environment=config.environment.kind,
-        environment_version=environment.version,
-        options_digest=digest_bytes(msgspec.json.encode(config.environment.options, order="deterministic")),
-        verifier_version=environment.grader().verifier_version,
-        artifacts_url=artifacts_url,
-        lease_s=config.rollout.lease_s,
-    )
-
-
-def require_fit(config: Config, environment: Environment, run: RunDescription) -> None:
-    """Refuse to work for a run with another environment or grader.
-
-    Raises:
-        InputError: names what must be alike and what came instead.
-    """
-    own = describe_run(config, environment, "")
-    alike = (
-        ("environment.kind", run.environment, own.environment),
-        ("the environment's version", run.environment_version, own.environment_version),
-        ("environment.options (digest)", run.options_digest, own.options_digest),
-        ("the verifier's version", run.verifier_version, own.verifier_version),
-    )
-    for name, wanted, got in alike:
-        if wanted != got:
-            raise InputError(f"{name} must be {wanted} as in the run, got {got} here")
 
 
 async def accepted(asking: Awaitable[Value]) -> Value:

@@ -47,9 +47,8 @@ class Patience:
         """
         silent_s = self._clock.now_s() - self._heard_at_s
         if silent_s >= self._lost_after_s:
-            raise RunError(
-                f"coordinator must answer within {self._lost_after_s:g} s, was silent for {silent_s:.0f} s: {error}"
-            ) from error
+            rule = f"the coordinator must answer within {self._lost_after_s:g} s"
+            raise RunError(f"{rule}, was silent for {silent_s:.0f} s: {error}") from error
         if not self._is_silent:
             self._is_silent = True
             self._say(f"the coordinator does not answer; trying for up to {self._lost_after_s:g} s: {error}")

@@ -23,6 +23,7 @@ from steelyard.metrics import Counters
 from steelyard.processes.http_requests import RetrySettings
 from steelyard.run import joining
 from steelyard.run.children import start_child
+from steelyard.run.describing import require_fit
 from steelyard.run.patience import Patience, PatientScores
 from steelyard.run.rollouts import grader_settings
 from steelyard.run.scorer_process import ScorerOptions as GraderOptions
@@ -119,7 +120,7 @@ async def _join(
     run = await joining.unless_stopped(joining.accepted(looking), stop)
     if run is None:
         return None
-    joining.require_fit(config, environment, run)
+    require_fit(config, environment, run)
     artifacts = joining.open_artifacts(options.artifacts or run.artifacts_url)
     stack.push_async_callback(artifacts.close)
     with storage_errors(str(home)):

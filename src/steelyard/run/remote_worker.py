@@ -26,6 +26,7 @@ from steelyard.ids import RandomIds
 from steelyard.metrics import Counters
 from steelyard.processes.http_requests import RetrySettings
 from steelyard.run import joining
+from steelyard.run.describing import require_fit
 from steelyard.run.patience import Patience, PatientLeases
 from steelyard.run.rollouts import worker_settings
 from steelyard.sandbox.opening import open_pool
@@ -96,7 +97,7 @@ async def _join(
     run = await joining.unless_stopped(_look(options, key, gateway, counters, draw), stop)
     if run is None:
         return None
-    joining.require_fit(config, environment, run)
+    require_fit(config, environment, run)
     artifacts = joining.open_artifacts(options.artifacts or run.artifacts_url)
     stack.push_async_callback(artifacts.close)
     sandboxes = await open_pool(config.sandbox, home / "sandboxes" / "rollout")

@@ -120,9 +120,11 @@ class RolloutSide:
         scoring = None if graders is None else self._scoring(base, graders)
         releases = _Releases(router)
         base.coordinator.listen(releases.on_effect)
-        await server.start()
+        url = await server.start()
         try:
-            yield Serving(harness, scoring, releases)
+            if self._keys is not None:
+                self._children.directory.note_gateway(url)
+            yield Serving(harness, scoring, releases, url)
         finally:
             await server.stop()
 
@@ -195,6 +197,7 @@ class Serving:
     harness: HarnessWorker | None
     scoring: ScoringWorker | None
     releases: "_Releases"
+    gateway_url: str
 
     def loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """To be supervised; none of them ends by itself."""

@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from steelyard.config import Config, EnvironmentConfig
 from steelyard.coordinator.capability import CapabilityRing, Role
 from steelyard.digests import digest_bytes
 from steelyard.errors import InputError, Refused, StorageFailed
@@ -38,33 +37,6 @@ def test_what_is_no_key_is_refused_without_showing_it(tmp_path: Path, content: b
     with pytest.raises(InputError, match="--key-file") as caught:
         joining.read_key(str(path), Role.WORKER)
     assert "something" not in str(caught.value)
-
-
-def test_a_run_is_fitted_by_the_same_configuration_and_by_no_other() -> None:
-    config = Config()
-    environment = joining.make_own_environment(config)
-    run = joining.describe_run(config, environment, "file:///there")
-    joining.require_fit(config, environment, run)
-    for field, named in (
-        ("environment", "environment.kind"),
-        ("environment_version", "environment's version"),
-        ("options_digest", "environment.options"),
-        ("verifier_version", "verifier's version"),
-    ):
-        with pytest.raises(InputError, match=f"{named}.* must be another as in the run, got"):
-            joining.require_fit(config, environment, msgspec.structs.replace(run, **{field: "another"}))
-
-
-def test_options_of_the_environment_are_compared_whatever_their_order() -> None:
-    config = Config()
-    environment = joining.make_own_environment(config)
-    digests = [
-        joining.describe_run(
-            msgspec.structs.replace(config, environment=EnvironmentConfig(options=chosen)), environment, ""
-        ).options_digest
-        for chosen in ({"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": 1, "b": 3})
-    ]
-    assert digests[0] == digests[1] != digests[2]
 
 
 def test_a_refused_key_is_bad_input() -> None:

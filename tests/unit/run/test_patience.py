@@ -132,7 +132,9 @@ def test_silence_for_too_long_is_an_error_that_says_since_when() -> None:
         bench = Bench(num_silent=9)
         for _ in range(3):
             await bench.leases.lease("w", 4, 0.0)
-        with pytest.raises(RunError, match=r"must answer within 100 s, was silent for 120 s: .*http://there"):
+        with pytest.raises(
+            RunError, match=r"the coordinator must answer within 100 s, was silent for 120 s: .*http://there"
+        ):
             await bench.leases.lease("w", 4, 0.0)
 
     asyncio.run(scene())
