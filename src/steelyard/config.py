@@ -195,6 +195,23 @@ class JournalConfig(Section, frozen=True, kw_only=True):
     snapshot_every_events: int = 50_000
 
 
+class BlobsConfig(Section, frozen=True, kw_only=True):
+    """Where sealed traces, artifacts and logs are kept; see docs/blobs.md.
+
+    ``url`` None is the run directory. ``s3://bucket/prefix`` and ``file:///folder`` are places for many runs: each gets
+    a folder of its own in it. ``endpoint_url`` is that of a server that speaks S3, None is Amazon's. Credentials are
+    never given here: they come from where the S3 library looks for them (environment, ``~/.aws``).
+    One call may take ``call_deadline_s``, an upload with all its tries ``max_upload_s``.
+    """
+
+    url: str | None = None
+    endpoint_url: str | None = None
+    region: str | None = None
+    call_deadline_s: float = 10.0
+    max_upload_s: float = 60.0
+    max_tries: int = 5
+
+
 class AllocationConfig(Section, frozen=True, kw_only=True):
     """Without ``policy``: ``fixed`` where resources give a split."""
 
@@ -248,6 +265,7 @@ class Config(Section, frozen=True, kw_only=True):
     scoring: ScoringConfig = ScoringConfig()
     weights: WeightsConfig = WeightsConfig()
     journal: JournalConfig = JournalConfig()
+    blobs: BlobsConfig = BlobsConfig()
     allocation: AllocationConfig = AllocationConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     eval: EvalConfig = EvalConfig()

@@ -4,10 +4,14 @@ Each rule says what must hold and what came instead, and what would fit where th
 """
 
 import math
+import re
 from collections.abc import Iterator
 
-from steelyard.config import Config
+from steelyard.config import BlobsConfig, Config
 from steelyard.errors import ConfigError
+
+_NAME = r"[A-Za-z0-9_-][A-Za-z0-9_.-]*"
+_BLOBS_URL = re.compile(rf"s3://[a-z0-9][a-z0-9.-]{{1,61}}[a-z0-9](/{_NAME})*/?|file://(/{_NAME})+/?")
 
 
 def check(config: Config) -> None:
@@ -25,6 +29,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _ranges(config)
     yield from _batch_arithmetic(config)
     yield from _room(config)
+    yield from _blobs(config.blobs)
     yield from _not_available(config)
 
 
@@ -63,6 +68,7 @@ def _minimums(config: Config) -> Iterator[str]:
         "scoring.num_workers": (config.scoring.num_workers, 1),
         "scoring.concurrency": (config.scoring.concurrency, 1),
         "scoring.max_attempts": (config.scoring.max_attempts, 1),
+        "blobs.max_tries": (config.blobs.max_tries, 1),
         "journal.snapshot_every_events": (config.journal.snapshot_every_events, 1),
         "eval.num_tasks": (config.eval.num_tasks, 0),
         "eval.num_unseen_templates": (config.eval.num_unseen_templates, 0),
@@ -88,6 +94,8 @@ def _ranges(config: Config) -> Iterator[str]:
         "weights.load_deadline_s": config.weights.load_deadline_s,
         "runtime.start_deadline_s": config.runtime.start_deadline_s,
         "runtime.stop_deadline_s": config.runtime.stop_deadline_s,
+        "blobs.call_deadline_s": config.blobs.call_deadline_s,
+        "blobs.max_upload_s": config.blobs.max_upload_s,
         "inference.probe_tolerance": config.inference.probe_tolerance,
     }
     if config.rollout.budget_s is not None:
@@ -143,6 +151,23 @@ def _room(config: Config) -> Iterator[str]:
             f"weights.max_retained_versions must be >= admission.max_policy_lag + 2 ({versions}), "
             f"got {config.weights.max_retained_versions}"
         )
+
+
+def _blobs(blobs: BlobsConfig) -> Iterator[str]:
+    """Passwords are looked for first, so that no message repeats one."""
+    for name, url in (("blobs.url", blobs.url), ("blobs.endpoint_url", blobs.endpoint_url)):
+        if url is not None and "@" in url:
+            yield f"{name} must hold no credentials, got a URL with @: the S3 library has its own places for them"
+    if blobs.url is not None and not _BLOBS_URL.fullmatch(blobs.url):
+        yield f"blobs.url must be null, s3://bucket/prefix or file:///folder, got {blobs.url}"
+    is_s3 = blobs.url is not None and blobs.url.startswith("s3:")
+    for name, value in (("blobs.endpoint_url", blobs.endpoint_url), ("blobs.region", blobs.region)):
+        if value is not None and not is_s3:
+            yield f"{name} must be null unless blobs.url is s3://..., got {value}"
+    if blobs.endpoint_url is not None and not re.fullmatch(r"https?://[^/\s?#]+/?", blobs.endpoint_url):
+        yield f"blobs.endpoint_url must look like https://host:port, got {blobs.endpoint_url}"
+    if blobs.max_upload_s < blobs.call_deadline_s:
+        yield f"blobs.max_upload_s must be >= blobs.call_deadline_s ({blobs.call_deadline_s}), got {blobs.max_upload_s}"
 
 
 def _not_available(config: Config) -> Iterator[str]:

@@ -37,14 +37,16 @@ from steelyard.inference.router import Router
 from steelyard.observe.rows import EvaluationLabel, StageName
 from steelyard.processes.faults import FaultPlan, fault_hook
 from steelyard.processes.supervision import supervise, task_group
+from steelyard.run.blob_place import keep_logs
 from steelyard.run.directory import RunDirectory
 from steelyard.run.evaluation import Evaluator
 from steelyard.run.news import News
 from steelyard.run.processes import Children, stopping
-from steelyard.run.recovery import replay, starting_point, sweep, sweep_traces
+from steelyard.run.recovery import replay, starting_point, sweep
 from steelyard.run.rollouts import RolloutSide
 from steelyard.run.scratch import scratch_folder
 from steelyard.run.stores import Stores
+from steelyard.run.sweeping import default_min_age_s, held_attempts, sweep_blobs
 from steelyard.run.training import TrainingLoop
 from steelyard.run.versions import VersionKeeper
 from steelyard.sandbox.function_calls import run_function_calls
@@ -96,7 +98,9 @@ async def run_control(context: RunContext) -> None:
         await sweep(foundation.coordinator, context.directory, foundation.stores)
         if context.config.journal.kind == "sqlite":
             journal = SqliteJournalReader(context.directory.journal)
-            await sweep_traces(journal, foundation.stores.traces, foundation.clock.now_s())
+            live = held_attempts(foundation.coordinator.state)
+            now_s, min_age_s = foundation.clock.now_s(), default_min_age_s(context.config.blobs)
+            await sweep_blobs(journal, live, foundation.stores, now_s=now_s, min_age_s=min_age_s)
         await Control(context, foundation).run()
 
 
@@ -105,8 +109,10 @@ async def _lay_foundation(context: RunContext, stack: AsyncExitStack) -> Foundat
     config, directory = context.config, context.directory
     clock, ids, fault = SystemClock(), RandomIds(), fault_hook(context.fault, "control")
     directory.make_folders()
-    stores = Stores.open(directory, fault)
+    stores = Stores.open(directory, fault, config.blobs)
     stack.push_async_callback(stores.close)
+    if stores.objects is not None:
+        stack.push_async_callback(keep_logs, stores.objects, directory, config.blobs.call_deadline_s)
     stores.versions.sweep()
     services = EnvironmentServices(run_function=run_function_calls, call_deadline_s=config.sandbox.call_deadline_s)
     environment = make_environment(config.environment.kind, config.environment.options, services)
