@@ -26,8 +26,7 @@ def add_parser(commands: "Subparsers[argparse.ArgumentParser]") -> None:
         "--min-age",
         type=float,
         metavar="SECONDS",
-        help="leave what is younger, for another process may be about to refer to it (default: blobs.max_upload_s;"
-        " 0 in a run directory)",
+        help="leave what is younger, for another process may be about to report it (default: blobs.max_upload_s)",
     )
     parser.set_defaults(run_command=run)
 
@@ -38,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(f"--min-age must be >= 0, got {options.min_age}")
     directory = existing_directory(options.run)
     with RunLock(directory):
-        blobs = config_file.load(directory.config).blobs
-        swept = asyncio.run(sweep_run(directory, blobs, SystemClock().now_s(), options.min_age))
+        config = config_file.load(directory.config)
+        swept = asyncio.run(sweep_run(directory, config, SystemClock().now_s(), options.min_age))
     sys.stdout.write(f"deleted {len(swept.attempt_ids)} traces and {len(swept.artifact_digests)} artifacts\n")
     return 0

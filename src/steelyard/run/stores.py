@@ -74,14 +74,18 @@ class Stores:
             StorageFailed: the disk refuses.
             ConfigError: a package is missing that ``blobs`` needs.
         """
-        objects = None if blobs is None or blobs.url is None else open_objects(blobs.url, blobs)
+        blobs = blobs or BlobsConfig()
+        objects = None if blobs.url is None else open_objects(blobs.url, blobs)
+        artifacts = (
+            BlobStore(LocalObjects(directory.artifacts, fault, spare_younger_s=blobs.max_upload_s))
+            if objects is None
+            else BlobStore(objects, ARTIFACT_PREFIX)
+        )
         ledger = TokenLedger(directory.traces / "recorded.log")
         return cls(
             traces=TraceStore(directory.traces, fault, before_seal=ledger.sync, archive=objects),
             ledger=ledger,
-            artifacts=BlobStore(LocalObjects(directory.artifacts, fault))
-            if objects is None
-            else BlobStore(objects, ARTIFACT_PREFIX),
+            artifacts=artifacts,
             batches=BatchStore(directory.batches, fault),
             versions=VersionStore(directory.weights),
             objects=objects,

@@ -16,14 +16,14 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from steelyard.config import BlobsConfig
+from steelyard.config import Config
 from steelyard.coordinator import events as e
 from steelyard.coordinator.entities import State
 from steelyard.coordinator.journal.base import JournalReader, checked_events, decode
-from steelyard.coordinator.journal.sqlite import SqliteJournalReader
 from steelyard.coordinator.state import apply
 from steelyard.processes.supervision import task_group
 from steelyard.run.directory import RunDirectory
+from steelyard.run.journals import open_journal_reader
 from steelyard.run.stores import Stores
 from steelyard.traces.durable_writer import no_fault
 from steelyard.traces.store import ARCHIVE_PREFIX
@@ -105,7 +105,8 @@ async def sweep_blobs(
     Args:
         journal: holds all that was committed.
         live: attempts that are with a worker.
-        min_age_s: what is younger is left for the next sweep; see :func:`default_min_age_s`.
+        min_age_s: artifacts and archived traces that are younger are left for the next sweep: an upload may take as
+            long, and another process may be about to report it.
 
     Raises:
         IntegrityError: a record of the journal is no event.
@@ -117,8 +118,7 @@ async def sweep_blobs(
     artifacts = orphaned_artifacts(blobs, known, live, before_s)
     await _all(artifacts, stores.artifacts.delete)
     keep = known.attempt_ids | live if stores.objects is None else live
-    # Beside an archive, what lies here is a copy or was never sealed, and nobody else writes it.
-    attempts = set(await stores.traces.sweep(keep, min_age_s if stores.objects is None else 0.0, now_s))
+    attempts = set(await stores.traces.sweep(keep, 0.0, now_s))  # nobody else writes these files
     if stores.objects is not None:
         archived = [
             Stored(info.key.removeprefix(ARCHIVE_PREFIX), info.modified_at_s)
@@ -137,28 +137,23 @@ async def sweep_blobs(
     return swept
 
 
-def default_min_age_s(blobs: BlobsConfig) -> float:
-    """How old an orphan must be: as no upload under way can be. A run directory has one writer, and none."""
-    return 0.0 if blobs.url is None else blobs.max_upload_s
-
-
-async def sweep_run(directory: RunDirectory, blobs: BlobsConfig, now_s: float, min_age_s: float | None) -> Swept:
+async def sweep_run(directory: RunDirectory, config: Config, now_s: float, min_age_s: float | None) -> Swept:
     """Sweep a run that nobody works on; the caller holds its lock.
 
     Attempts that a crash left with a worker count as live here: only a resume ends them.
 
     Args:
-        min_age_s: None is :func:`default_min_age_s`.
+        min_age_s: None is ``blobs.max_upload_s``.
 
     Raises:
         IntegrityError: the journal is damaged.
         StorageFailed: a store refused, or did not answer in time.
     """
-    journal = SqliteJournalReader(directory.journal)
+    journal = open_journal_reader(config, directory)
     live = await asyncio.to_thread(_live, journal)
-    stores = Stores.open(directory, no_fault, blobs)
+    stores = Stores.open(directory, no_fault, config.blobs)
     try:
-        wanted_s = default_min_age_s(blobs) if min_age_s is None else min_age_s
+        wanted_s = config.blobs.max_upload_s if min_age_s is None else min_age_s
         return await sweep_blobs(journal, live, stores, now_s=now_s, min_age_s=wanted_s)
     finally:
         await stores.close()
