@@ -1,7 +1,9 @@
 """A whole run whose blobs are in S3: killed, resumed, audited; what is spoiled there is found by its name."""
 
+import asyncio
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,9 @@ from steelyard.coordinator import events as e
 from steelyard.processes.faults import FaultPlan
 from steelyard.testing.forgery import ForgedRun
 from steelyard.testing.rehearsal import rehearse
+from steelyard.testing.s3_proxy import Answer, CutUpload, Fate, LoseAnswer, Pass, S3Proxy
 from steelyard.testing.s3_server import S3Server
-from steelyard.testing.small_runs import journal_events, steelyard, write_small_config
+from steelyard.testing.small_runs import command, environment, journal_events, steelyard, write_small_config
 from steelyard.testing.tiny_model import write_tiny_model
 
 DEADLINE_S = 100.0
@@ -158,3 +161,77 @@ def test_a_dry_run_says_that_the_bucket_is_missing_and_that_all_is_well(run: Run
     fine = steelyard("train", run.config, "--dry-run", cwd=tmp_path)
     assert fine.returncode == EXIT_DONE, fine.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+# --- errors in the middle of an upload ----------------------------------------------------------------
+
+
+class Weather:
+    """What S3 does to uploads: the first few of each kind are cut off, refused, or carried out without an answer."""
+
+    def __init__(self) -> None:
+        self.num_puts: Counter[str] = Counter()
+
+    def __call__(self, request: str, number: int) -> Fate:
+        kind = next((kind for kind in ("traces", "artifacts") if f"/{kind}/" in request), None)
+        if kind is None or not request.startswith("PUT"):
+            return Pass()
+        self.num_puts[kind] += 1
+        fates: tuple[Fate, ...] = (CutUpload(100), CutUpload(0), Answer(503, "SlowDown"), Answer(500, "InternalError"))
+        return (*fates, LoseAnswer(), LoseAnswer(), *[Pass()] * 1000)[self.num_puts[kind] - 1]
+
+
+async def train_through(weather: Weather, s3: S3Server, home: Path, policy: Path, bucket: str) -> str:
+    """A whole run whose uploads have one try each; returns what it said to standard error."""
+    proxy = S3Proxy(s3.url, weather)
+    config = write_small_config(
+        home,
+        policy,
+        run={"dir": str(home / "run")},
+        blobs={
+            "url": f"s3://{bucket}/runs",
+            "endpoint_url": await proxy.start(),
+            "region": "us-east-1",
+            "max_tries": 1,
+        },
+        rollout={"max_attempts": 20},
+        train={"checkpoint_every": 3},
+    )
+    running = await asyncio.create_subprocess_exec(
+        *command("train", config), env=environment(), stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            _, errors = await running.communicate()
+    finally:
+        if running.returncode is None:
+            running.kill()
+        await proxy.stop()
+    assert running.returncode == EXIT_DONE, errors.decode()
+    path = home / "run" / "config.yaml"
+    path.write_text(re.sub(r"endpoint_url: .*", f"endpoint_url: {s3.url}", path.read_text()))
+    return errors.decode()
+
+
+@pytest.mark.timeout(400)
+def test_an_attempt_whose_upload_fails_is_tried_again_and_nothing_is_lost(
+    tmp_path: Path, s3: S3Server, bucket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weather = Weather()
+    said = asyncio.run(train_through(weather, s3, tmp_path, write_tiny_model(tmp_path / "policy"), bucket))
+    assert "Traceback" not in said
+    events = journal_events(tmp_path / "run")
+    failed = [event for event in events if isinstance(event, e.InfraFailed)]
+    assert {event.reason for event in failed} == {"StorageFailed"}
+    assert {kind for kind in ("traces", "artifacts") for event in failed if f"/{kind}/" in event.detail} == {
+        "traces",
+        "artifacts",
+    }
+    for event in failed:
+        assert f"cannot write s3://{bucket}/runs/run-" in event.detail
+        assert "test-secret" not in event.detail
+        assert event.lost_tokens > 0
+    assert sum(isinstance(event, e.RolloutRetried) for event in events) == len(failed)
+    assert main(["audit", str(tmp_path / "run")]) == EXIT_DONE, capsys.readouterr().out
+    assert main(["sweep", str(tmp_path / "run"), "--min-age", "0"]) == EXIT_DONE
+    assert main(["audit", str(tmp_path / "run")]) == EXIT_DONE, capsys.readouterr().out

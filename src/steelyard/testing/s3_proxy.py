@@ -50,7 +50,7 @@ class S3Proxy:
 
     Args:
         upstream: base URL of the server.
-        plan: method and number of the request, from 0 on, to what happens to it.
+        plan: what happens to a request, given as ``METHOD /bucket/key`` and its number, from 0 on.
     """
 
     def __init__(self, upstream: str, plan: Callable[[str, int], Fate] = lambda _, __: Pass()) -> None:
@@ -79,10 +79,10 @@ class S3Proxy:
         await self._runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        number = len(self.requests)
-        self.requests.append(f"{request.method} {request.path}")
+        number, name = len(self.requests), f"{request.method} {request.path}"
+        self.requests.append(name)
         body = await request.read()
-        fate = self.plan(request.method, number)
+        fate = self.plan(name, number)
         match fate:
             case Answer(status, code):
                 text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>as planned</Message></Error>"
