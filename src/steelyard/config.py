@@ -194,9 +194,16 @@ class JournalConfig(Section, frozen=True, kw_only=True):
 
     A snapshot of the state is written every ``snapshot_every_events`` committed events, and when a run ends; a resume
     replays only what came after the newest one.
+
+    For ``postgres``, ``url`` is a connection URL of libpq without a password, which belongs into libpq's password file;
+    ``name`` tells the journals of one database apart; ``lease_s`` is how long after the writer's last renewal another
+    process may take its place. See docs/journal.md.
     """
 
-    kind: Literal["memory", "sqlite"] = "sqlite"
+    kind: Literal["memory", "sqlite", "postgres"] = "sqlite"
+    url: str | None = None
+    name: str | None = None
+    lease_s: float = 10.0
     group_commit_s: float = 0.002
     snapshot_every_events: int = 50_000
 
@@ -210,6 +217,23 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
 
     host: str = "127.0.0.1"
     port: int | None = None
+
+
+class BlobsConfig(Section, frozen=True, kw_only=True):
+    """Where sealed traces, artifacts and logs are kept; see docs/blobs.md.
+
+    ``url`` None is the run directory. ``s3://bucket/prefix`` and ``file:///folder`` are places for many runs: each gets
+    a folder of its own in it. ``endpoint_url`` is that of a server that speaks S3, None is Amazon's. Credentials are
+    never given here: they come from where the S3 library looks for them (environment, ``~/.aws``).
+    One call may take ``call_deadline_s``, an upload with all its tries ``max_upload_s``.
+    """
+
+    url: str | None = None
+    endpoint_url: str | None = None
+    region: str | None = None
+    call_deadline_s: float = 10.0
+    max_upload_s: float = 60.0
+    max_tries: int = 5
 
 
 class AllocationConfig(Section, frozen=True, kw_only=True):
@@ -266,6 +290,7 @@ class Config(Section, frozen=True, kw_only=True):
     weights: WeightsConfig = WeightsConfig()
     journal: JournalConfig = JournalConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig()
+    blobs: BlobsConfig = BlobsConfig()
     allocation: AllocationConfig = AllocationConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     eval: EvalConfig = EvalConfig()

@@ -19,9 +19,6 @@ from steelyard.clock import Clock, SystemClock
 from steelyard.config import Config
 from steelyard.coordinator.admission import evaluating
 from steelyard.coordinator.capability import CapabilityRing
-from steelyard.coordinator.journal.base import Journal
-from steelyard.coordinator.journal.memory import MemoryJournal
-from steelyard.coordinator.journal.sqlite import SqliteJournal, SqliteJournalReader
 from steelyard.coordinator.service import Coordinator
 from steelyard.environments.base import Environment
 from steelyard.environments.base import Services as EnvironmentServices
@@ -34,17 +31,20 @@ from steelyard.inference.router import Router
 from steelyard.observe.rows import EvaluationLabel, StageName
 from steelyard.processes.faults import FaultPlan, fault_hook
 from steelyard.processes.supervision import supervise, task_group
+from steelyard.run.blob_place import keep_logs
 from steelyard.run.coordinators import open_coordinator, serving_others
 from steelyard.run.describing import describe_run
 from steelyard.run.directory import RunDirectory
 from steelyard.run.evaluation import Evaluator
+from steelyard.run.journals import open_journal, open_journal_reader
 from steelyard.run.news import News
 from steelyard.run.processes import Children, stopping
-from steelyard.run.recovery import replay, starting_point, sweep, sweep_traces
+from steelyard.run.recovery import replay, starting_point, sweep
 from steelyard.run.rollouts import RolloutSide
 from steelyard.run.scratch import scratch_folder
 from steelyard.run.secret import run_secret
 from steelyard.run.stores import Stores
+from steelyard.run.sweeping import held_attempts, sweep_blobs
 from steelyard.run.training import TrainingLoop
 from steelyard.run.versions import VersionKeeper
 from steelyard.sandbox.function_calls import run_function_calls
@@ -90,9 +90,11 @@ async def run_control(context: RunContext) -> None:
         foundation = await _lay_foundation(context, stack)
         await foundation.coordinator.abandon("the control process was started again")
         await sweep(foundation.coordinator, context.directory, foundation.stores)
-        if context.config.journal.kind == "sqlite":
-            journal = SqliteJournalReader(context.directory.journal)
-            await sweep_traces(journal, foundation.stores.traces, foundation.clock.now_s())
+        if context.config.journal.kind != "memory":
+            journal = open_journal_reader(context.config, context.directory)
+            live = held_attempts(foundation.coordinator.state)
+            now_s, min_age_s = foundation.clock.now_s(), context.config.blobs.max_upload_s
+            await sweep_blobs(journal, live, foundation.stores, now_s=now_s, min_age_s=min_age_s)
         await Control(context, foundation).run()
 
 
@@ -101,14 +103,16 @@ async def _lay_foundation(context: RunContext, stack: AsyncExitStack) -> Foundat
     config, directory = context.config, context.directory
     clock, ids, fault = SystemClock(), RandomIds(), fault_hook(context.fault, "control")
     directory.make_folders()
-    stores = Stores.open(directory, fault)
+    stores = Stores.open(directory, fault, config.blobs)
     stack.push_async_callback(stores.close)
+    if stores.objects is not None:
+        stack.push_async_callback(keep_logs, stores.objects, directory, config.blobs.call_deadline_s)
     stores.versions.sweep()
     services = EnvironmentServices(run_function=run_function_calls, call_deadline_s=config.sandbox.call_deadline_s)
     environment = make_environment(config.environment.kind, config.environment.options, services)
     recorder = Recorder(stores.traces, stores.ledger, context.news.counters, clock)
-    is_durable = config.journal.kind == "sqlite"
-    journal: Journal = SqliteJournal(directory.journal, fault) if is_durable else MemoryJournal()
+    journal = open_journal(config, directory, fault)
+    stack.push_async_callback(journal.close)  # also where the coordinator does not come to own it
     coordinator = await open_coordinator(
         config, environment, journal, recorder, clock=clock, ids=ids, counters=context.news.counters
     )

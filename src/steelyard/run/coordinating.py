@@ -117,7 +117,7 @@ async def _open(
 ) -> Coordinator:
     """The coordinator on its journal; what is opened is closed by ``stack``."""
     directory.make_folders()
-    stores = Stores.open(directory, _no_fault)
+    stores = Stores.open(directory, _no_fault, config.blobs)
     stack.push_async_callback(stores.close)
     recorder = Recorder(stores.traces, stores.ledger, counters, clock)
     say(f"opening the {config.journal.kind} journal")

@@ -8,6 +8,7 @@ from steelyard.digests import digest_bytes
 from steelyard.environments.base import Environment
 from steelyard.errors import InputError
 from steelyard.run.directory import RunDirectory
+from steelyard.run.stores import artifacts_url
 
 
 def describe_run(config: Config, environment: Environment, directory: RunDirectory | None = None) -> RunDescription:
@@ -17,7 +18,7 @@ def describe_run(config: Config, environment: Environment, directory: RunDirecto
         environment_version=environment.version,
         options_digest=digest_bytes(msgspec.json.encode(config.environment.options, order="deterministic")),
         verifier_version=environment.grader().verifier_version,
-        artifacts_url="" if directory is None else f"file://{directory.artifacts}",
+        artifacts_url="" if directory is None else artifacts_url(directory, config.blobs),
         lease_s=config.rollout.lease_s,
     )
 

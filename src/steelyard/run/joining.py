@@ -8,22 +8,23 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
-from steelyard.config import Config
+from steelyard.config import BlobsConfig, Config
 from steelyard.coordinator.capability import Role, role_of, worker_of
 from steelyard.digests import digest_bytes
 from steelyard.environments.base import Environment, Services
 from steelyard.environments.registry import make_environment
-from steelyard.errors import InputError, Refused, StorageFailed
+from steelyard.errors import ConfigError, InputError, Refused, StorageFailed
 from steelyard.processes.supervision import end_all, supervise
 from steelyard.sandbox.function_calls import run_function_calls
 from steelyard.sandbox.registry import end_abandoned_sandboxes
 from steelyard.traces.blobs import BlobStore
+from steelyard.traces.opening import open_blob_store
 from steelyard.types import Record
 
 NEWS_EVERY_S = 30.0
-TRY_DEADLINE_S = 10.0
-"""One call to the coordinator or the gateway, with its tries; what is lost for longer is a matter of patience."""
+_CALL_DEADLINE_S = 10.0
 
 Value = TypeVar("Value")
 
@@ -43,6 +44,11 @@ class JoinOptions(Record, frozen=True, kw_only=True):
     artifacts: str | None = None
     lost_after_s: float = 120.0
     drain_s: float | None = None
+
+    @property
+    def call_deadline_s(self) -> float:
+        """One call to the coordinator or the gateway, with its tries; for longer it is a matter of patience."""
+        return min(_CALL_DEADLINE_S, self.lost_after_s)
 
 
 class Lines:
@@ -101,7 +107,7 @@ async def accepted(asking: Awaitable[Value]) -> Value:
 
 @contextlib.contextmanager
 def own_home(options: JoinOptions, key: str) -> Iterator[Path]:
-    """A folder that only this worker uses, swept of sandboxes that a predecessor left.
+    """A folder that only this worker uses. Sandboxes that dead workers of this machine left are ended first.
 
     Raises:
         InputError: a process with the same key works on this machine already.
@@ -121,22 +127,38 @@ def own_home(options: JoinOptions, key: str) -> Iterator[Path]:
             raise InputError(
                 f"--key-file must be used by one process at a time, but {worker_of(key)} works already in {home}"
             ) from None
-        end_abandoned_sandboxes(home / "sandboxes")
+        for folder in home.parent.iterdir():
+            _sweep(folder, is_ours=folder == home)
         yield home
 
 
-def open_artifacts(url: str) -> BlobStore:
-    """The artifacts of a run at ``file:///folder``.
+def _sweep(folder: Path, *, is_ours: bool) -> None:
+    """End what the owner of a folder left, unless it is alive."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), (folder / "lock").open("rb") as lock:
+        if not is_ours:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return
+        end_abandoned_sandboxes(folder / "sandboxes")
+
+
+def open_artifacts(url: str, settings: BlobsConfig) -> BlobStore:
+    """The artifacts of a run, where they lie: ``file:///folder`` or ``s3://bucket/prefix``.
+
+    Args:
+        settings: how to reach an object store from here; its own ``url`` is not looked at.
 
     Raises:
-        InputError: the URL is of another kind, or there is no such folder.
+        InputError: the URL is of another kind, or there is no such folder on this machine.
     """
-    path = Path(url.removeprefix("file://"))
-    if not url.startswith("file:///"):
-        raise InputError(f"--artifacts must be file:///folder, got {url}")
-    if not path.is_dir():
+    if url.startswith("file:") and not Path(urlsplit(url).path).is_dir():
+        # Made here it would be an empty one that nobody else sees.
         raise InputError(f"--artifacts must be a folder that this machine shares with the run, got {url}")
-    return BlobStore(path)
+    try:
+        return open_blob_store(url, settings)
+    except ConfigError as error:
+        raise InputError(f"--artifacts: {error}") from None
 
 
 def watch_for_stop() -> asyncio.Event:

@@ -121,7 +121,7 @@ async def _join(
     if run is None:
         return None
     require_fit(config, environment, run)
-    artifacts = joining.open_artifacts(options.artifacts or run.artifacts_url)
+    artifacts = joining.open_artifacts(options.artifacts or run.artifacts_url, config.blobs)
     stack.push_async_callback(artifacts.close)
     with storage_errors(str(home)):
         (home / "logs").mkdir(exist_ok=True)
@@ -136,7 +136,7 @@ async def _join(
         ids=RandomIds(),
         counters=counters,
         draw=draw,
-        settings=ClientSettings(call_deadline_s=joining.TRY_DEADLINE_S),
+        settings=ClientSettings(call_deadline_s=options.call_deadline_s),
     )
     await stack.enter_async_context(client)
     scores = PatientScores(client, Patience(options.lost_after_s, clock, say))

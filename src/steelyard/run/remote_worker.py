@@ -90,7 +90,7 @@ async def _join(
 ) -> _Worker | None:
     """Look at the run, then open everything; None where the stop came first."""
     clock, counters, draw = SystemClock(), Counters(), random.Random()
-    retry = RetrySettings(deadline_s=joining.TRY_DEADLINE_S)
+    retry = RetrySettings(deadline_s=options.call_deadline_s)
     gateway = GatewayClient(options.gateway, key, clock=clock, counters=counters, draw=draw, settings=retry)
     await stack.enter_async_context(gateway)
     say(f"asking {' or '.join(options.coordinators)}")
@@ -98,7 +98,7 @@ async def _join(
     if run is None:
         return None
     require_fit(config, environment, run)
-    artifacts = joining.open_artifacts(options.artifacts or run.artifacts_url)
+    artifacts = joining.open_artifacts(options.artifacts or run.artifacts_url, config.blobs)
     stack.push_async_callback(artifacts.close)
     sandboxes = await open_pool(config.sandbox, home / "sandboxes" / "rollout")
     stack.push_async_callback(sandboxes.close)
@@ -108,7 +108,7 @@ async def _join(
         ids=RandomIds(),
         counters=counters,
         draw=draw,
-        settings=ClientSettings(call_deadline_s=joining.TRY_DEADLINE_S),
+        settings=ClientSettings(call_deadline_s=options.call_deadline_s),
     )
     await stack.enter_async_context(client)
     leases = PatientLeases(client, Patience(options.lost_after_s, clock, say))
@@ -138,13 +138,13 @@ async def _look(
 def _settings(config: Config, run: RunDescription, options: WorkerOptions) -> WorkerSettings:
     """Those of a worker inside a run, with deadlines that leave the clients of the network room to try again."""
     own = worker_settings(config)
-    if run.lease_s <= 2 * joining.TRY_DEADLINE_S:
+    if run.lease_s <= 2 * options.call_deadline_s:
         _LOG.warning("leases of %.0f s leave a heartbeat little time to be tried again", run.lease_s)
     return WorkerSettings(
         max_concurrent=own.max_concurrent,
         heartbeat_every_s=run.lease_s / 4,
         turn_deadline_s=own.turn_deadline_s,
         attempt_deadline_s=own.attempt_deadline_s,
-        call_deadline_s=2 * joining.TRY_DEADLINE_S,
+        call_deadline_s=2 * options.call_deadline_s,
         drain_deadline_s=_DRAIN_S if options.drain_s is None else options.drain_s,
     )

@@ -36,6 +36,7 @@ from steelyard.scoring.base import GraderHandle
 from steelyard.scoring.pool import GraderPool, PoolSettings
 from steelyard.scoring.worker import ScoringWorker
 from steelyard.scoring.worker import WorkerSettings as ScoringSettings
+from steelyard.traces.store import TraceStore
 
 _GRADINGS_PER_SCORER = 4
 _SECRET_BYTES = 32
@@ -118,7 +119,7 @@ class RolloutSide:
         server = self._server(base, gateway, attempts, sealer)
         harness = None if sandboxes is None else self._harness(base, gateway, sealer, sandboxes, worker)
         scoring = None if graders is None else self._scoring(base, graders)
-        releases = _Releases(router)
+        releases = _Releases(router, base.stores.traces)
         base.coordinator.listen(releases.on_effect)
         url = await server.start()
         try:
@@ -210,14 +211,15 @@ class Serving:
 
 
 class _Releases:
-    """Tells replicas which attempts have ended, so that their KV may go.
+    """Tells replicas which attempts have ended, so that their KV may go, and the trace store, which keeps copies.
 
     *consumes* ends of attempts; *waits for* replicas; *unblocked by* the next end; a replica that does not answer is
     the router's business.
     """
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, traces: TraceStore) -> None:
         self._router = router
+        self._traces = traces
         self._ended: asyncio.Queue[str] = asyncio.Queue()
 
     def on_effect(self, effect: Effect) -> None:
@@ -226,7 +228,9 @@ class _Releases:
 
     async def run(self) -> None:
         while True:
-            await self._router.release(await self._ended.get())
+            attempt_id = await self._ended.get()
+            await self._traces.forget(attempt_id)
+            await self._router.release(attempt_id)
 
 
 class _TimedSandboxes:

@@ -10,7 +10,7 @@ from steelyard.clock import Clock, SystemClock
 from steelyard.coordinator.capability import CapabilityRing, Role
 from steelyard.errors import Refused
 from steelyard.gateway.app import GatewayServer, HttpLimits
-from steelyard.gateway.attempts import AttemptEndpoint, AttemptLimits
+from steelyard.gateway.attempts import AttemptEndpoint, AttemptLimits, HeldAttempts
 from steelyard.gateway.capability import KeyRing
 from steelyard.gateway.codec import TokenCodec
 from steelyard.gateway.recorder import Recorder
@@ -162,7 +162,12 @@ def binding(
 
 
 class GatewayWorld:
-    """A gateway over ``directory`` with one live attempt, :data:`ATTEMPT`; all parts are attributes."""
+    """A gateway over ``directory`` with one live attempt, :data:`ATTEMPT`; all parts are attributes.
+
+    Args:
+        bindings: of other live attempts than that one, all held by :data:`HOLDER`.
+        live: knows the live attempts in their place.
+    """
 
     def __init__(
         self,
@@ -171,6 +176,7 @@ class GatewayWorld:
         *,
         template: str | None = None,
         bindings: dict[str, AttemptBinding] | None = None,
+        live: HeldAttempts | None = None,
         limits: GatewayLimits | None = None,
         http_limits: HttpLimits | None = None,
         attempt_limits: AttemptLimits | None = None,
@@ -185,13 +191,14 @@ class GatewayWorld:
         self.store = TraceStore(directory / "traces", before_seal=self.ledger.sync)
         self.recorder = Recorder(self.store, self.ledger, self.counters, self.clock)
         self.directory = FixedDirectory({ATTEMPT: binding()} if bindings is None else bindings)
+        known: HeldAttempts = self.directory if live is None else live
         self.keys = KeyRing(b"k" * 32)
         ids = SeededIds(0)
         self.gateway = Gateway(
             self.renderer,
             self.generator,
             self.recorder,
-            self.directory,
+            known,
             ids=ids,
             clock=self.clock,
             counters=self.counters,
@@ -200,8 +207,8 @@ class GatewayWorld:
         self.workers = CapabilityRing(b"w" * 32)
         attempts = AttemptEndpoint(
             WorkerKeys(self.workers),
-            self.directory,
-            Sealer(self.recorder, self.directory, ToolTimes()),
+            known,
+            Sealer(self.recorder, known, ToolTimes()),
             self.keys,
             clock=self.clock,
             counters=self.counters,

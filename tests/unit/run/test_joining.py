@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from steelyard.config import BlobsConfig
 from steelyard.coordinator.capability import CapabilityRing, Role
 from steelyard.digests import digest_bytes
 from steelyard.errors import InputError, Refused, StorageFailed
@@ -69,8 +70,11 @@ def test_what_a_dead_predecessor_noted_of_sandboxes_is_swept_first(tmp_path: Pat
         registry.add(1, files)  # a process that is not ours: only the note and its files may go
         note = home / "sandboxes" / "rollout" / "1.json"
         note.write_bytes(note.read_bytes().replace(b'"created_at_s":', b'"created_at_s":9'))
-    with joining.own_home(options(tmp_path), KEY):
-        assert not note.exists()
+        other = msgspec.structs.replace(options(tmp_path), coordinators=("http://elsewhere:1",))
+        with joining.own_home(other, KEY):
+            assert note.exists(), "its owner lives"
+    with joining.own_home(other, KEY):
+        assert not note.exists(), "whoever starts on the machine ends it"
         assert not files.exists()
 
 
@@ -85,14 +89,14 @@ def test_a_home_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_artifacts_must_be_in_a_folder_that_is_there(tmp_path: Path) -> None:
     async def scene() -> None:
-        store = joining.open_artifacts(f"file://{tmp_path}")
+        store = joining.open_artifacts(f"file://{tmp_path}", BlobsConfig())
         digest = await store.put(b"artifact")
         assert digest == digest_bytes(b"artifact")
         await store.close()
         with pytest.raises(InputError, match="--artifacts must be a folder that this machine shares"):
-            joining.open_artifacts(f"file://{tmp_path}/nowhere")
+            joining.open_artifacts(f"file://{tmp_path}/nowhere", BlobsConfig())
         with pytest.raises(InputError, match="--artifacts"):
-            joining.open_artifacts("ftp://somewhere")
+            joining.open_artifacts("ftp://somewhere", BlobsConfig())
 
     asyncio.run(scene())
 
