@@ -10,6 +10,7 @@ which ends the process: what the journal holds is then what counts.
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -21,23 +22,22 @@ from steelyard import config_file
 from steelyard.clock import Clock, SystemClock
 from steelyard.config import Config
 from steelyard.coordinator.capability import Role
-from steelyard.coordinator.core import OpenTraces
 from steelyard.coordinator.journal.base import Journal
 from steelyard.coordinator.journal.memory import MemoryJournal
 from steelyard.coordinator.journal.sqlite import SqliteJournal
 from steelyard.coordinator.protocol import PROTOCOL_VERSION
 from steelyard.coordinator.service import Coordinator
+from steelyard.durable import storage_errors
 from steelyard.environments.base import Services
 from steelyard.environments.registry import make_environment
-from steelyard.gateway.recorder import Recorder
 from steelyard.ids import RandomIds
 from steelyard.log import log_to_file
 from steelyard.metrics import Counters
 from steelyard.processes.supervision import end_all
 from steelyard.run.coordinators import open_coordinator, serving
 from steelyard.run.directory import RunDirectory, RunLock, existing_directory, new_directory, write_config
-from steelyard.run.stores import Stores
 from steelyard.sandbox.function_calls import run_function_calls
+from steelyard.traces.ledger import read_ledger
 from steelyard.traces.shared_ledger import SharedLedger
 
 GO_ON = "steelyard coordinator"
@@ -104,9 +104,6 @@ async def _open(
 ) -> Coordinator:
     """The coordinator on its journal; what is opened is closed by ``stack``."""
     directory.make_folders()
-    stores = Stores.open(directory, _no_fault)
-    stack.push_async_callback(stores.close)
-    recorder = Recorder(stores.traces, stores.ledger, counters, clock)
     environment = make_environment(
         config.environment.kind, config.environment.options, Services(run_function=run_function_calls)
     )
@@ -115,7 +112,7 @@ async def _open(
         config,
         environment,
         open_journal(config, directory),
-        Recordings(SharedLedger(directory.recorded), recorder),
+        Recordings(directory),
         clock=clock,
         ids=RandomIds(),
         counters=counters,
@@ -130,21 +127,23 @@ def open_journal(config: Config, directory: RunDirectory) -> Journal:
 
 
 class Recordings:
-    """Ends recordings that other processes made, and those that the control process of an earlier life had made.
+    """Ends recordings of gateways elsewhere, and tells what a control process had recorded that led this run before.
 
-    Args:
-        shared: of recorders elsewhere.
-        own: over the files of a control process of this run, which is gone.
+    Nothing but the files of ended attempts is written: others are at work in the same stores.
+
+    Raises:
+        StorageFailed: the disk refuses.
+        IntegrityError: the ledger of the control process cannot be read.
     """
 
-    def __init__(self, shared: SharedLedger, own: OpenTraces) -> None:
-        self._shared = shared
-        self._own = own
+    def __init__(self, directory: RunDirectory) -> None:
+        ledger = directory.traces / "recorded.log"
+        self._elsewhere = SharedLedger(directory.recorded)
+        if ledger.exists():
+            with storage_errors(str(ledger)), ledger.open("rb") as file:
+                os.fsync(file.fileno())  # what is booked as lost must not vanish from the count in a power cut
+        self._before = read_ledger(ledger)
 
     def discard(self, attempt_id: str) -> int:
         """As :meth:`OpenTraces.discard`; an attempt was recorded in one of the two places."""
-        return self._shared.end(attempt_id) or self._own.discard(attempt_id)
-
-
-def _no_fault(_: str) -> None:
-    """Nobody dies on purpose here."""
+        return self._elsewhere.end(attempt_id) or self._before.get(attempt_id, 0)
