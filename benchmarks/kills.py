@@ -10,6 +10,7 @@ to its end: every prompt must be trained or dropped with a reason, once.
     python benchmarks/kills.py --check    the same; exit code 1 if something does not hold, or below the floor
     python benchmarks/kills.py --quick    20 faults, in less than a minute
     python benchmarks/kills.py --first N  begin with seed N
+    python benchmarks/kills.py --postgres on a PostgreSQL server that is started for it, with a standby coordinator
 """
 
 import argparse
@@ -19,9 +20,11 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from steelyard.testing.kills.rig import KillPlan, KillRig, Verdict
+from steelyard.testing.kills.rig import KillPlan, KillRig, Verdict, postgres_plan
+from steelyard.testing.postgres import postgres_server
 
 NUM_FAULTS, NUM_QUICK_FAULTS, FAULTS_PER_RUN = 200, 20, 20
 FLOORS = Path(__file__).parent / "floors.toml"
@@ -33,24 +36,31 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 if something fails or the floor is missed")
     parser.add_argument("--quick", action="store_true", help=f"{NUM_QUICK_FAULTS} faults")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--postgres", action="store_true", help="on a PostgreSQL server, with a standby coordinator")
     options = parser.parse_args()
     num_faults = NUM_QUICK_FAULTS if options.quick else NUM_FAULTS
-    result = measure(options.first, num_faults // FAULTS_PER_RUN)
+    seeds = range(options.first, options.first + num_faults // FAULTS_PER_RUN)
+    if options.postgres:
+        with postgres_server() as server:
+            result = measure(seeds, lambda seed: postgres_plan(server.new_database(), f"kills {seed}"))
+    else:
+        result = measure(seeds, lambda _: KillPlan())
     floor = tomllib.loads(FLOORS.read_text())["kills"]["min_audits_passed"]
-    print(json.dumps({**result, "floor_audits_passed": floor}, indent=2))
+    journal = "postgres" if options.postgres else "sqlite"
+    print(json.dumps({"journal": journal, **result, "floor_audits_passed": floor}, indent=2))
     is_good = not result["failures"] and result["num_audits_passed"] == num_faults >= floor
     return int(options.check and not is_good)
 
 
-def measure(first: int, num_runs: int) -> dict[str, object]:
-    """Runs with the seeds from ``first`` on, summed up; ``failures`` names the seed of each."""
+def measure(seeds: Iterable[int], plan: Callable[[int], KillPlan]) -> dict[str, object]:
+    """One run for each seed, summed up; ``failures`` names the seed of each."""
     faults: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
     failures: list[str] = []
     totals: Counter[str] = Counter()
     started_s = time.perf_counter()
-    for seed in range(first, first + num_runs):
-        verdict = one_run(seed)
+    for seed in seeds:
+        verdict = one_run(seed, plan(seed))
         faults.update(verdict.faults)
         dropped.update(verdict.num_dropped)
         failures += [f"seed {seed}: {failure}" for failure in verdict.failures]
@@ -65,9 +75,9 @@ def measure(first: int, num_runs: int) -> dict[str, object]:
     }
 
 
-def one_run(seed: int) -> Verdict:
-    """One run with its faults; what nothing came of is a verdict too."""
-    with tempfile.TemporaryDirectory() as home, KillRig(Path(home), seed, KillPlan()) as rig:
+def one_run(seed: int, plan: KillPlan) -> Verdict:
+    """One run with its faults, in a directory of its own."""
+    with tempfile.TemporaryDirectory() as home, KillRig(Path(home), seed, plan) as rig:
         return rig.run(FAULTS_PER_RUN)
 
 

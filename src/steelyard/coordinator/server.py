@@ -19,7 +19,15 @@ from steelyard.coordinator.capability import Capability, CapabilityRing, Role
 from steelyard.coordinator.service import Coordinator
 from steelyard.coordinator.sessions import OpenCall, Session, Sessions
 from steelyard.coordinator.trainer_service import perform
-from steelyard.errors import DeadlineExceeded, InputError, ProtocolMismatch, Refused, RunError, SteelyardError
+from steelyard.errors import (
+    DeadlineExceeded,
+    InputError,
+    ProtocolMismatch,
+    Refused,
+    RunError,
+    SteelyardError,
+    StorageFailed,
+)
 from steelyard.metrics import Counters
 from steelyard.processes import frames
 from steelyard.processes.http_port import HttpPort, PortOptions, bearer_key
@@ -179,12 +187,25 @@ class CoordinatorServer:
     def _begin(self, call: p.Call, worker_id: str) -> "asyncio.Task[p.Result]":
         task = asyncio.create_task(self._perform(call, worker_id))
         self._performing.add(task)
-        task.add_done_callback(self._performing.discard)
+        task.add_done_callback(self._performed)
         return task
 
+    def _performed(self, task: "asyncio.Task[p.Result]") -> None:
+        self._performing.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _LOG.info("a call was not carried through: %s", error)  # whoever waits for it is told to come again
+
     async def _perform(self, call: p.Call, worker_id: str) -> p.Result:
+        """The result of a call.
+
+        Raises:
+            StorageFailed: the journal has failed under this process, which ends. No answer is final: another takes its
+                place, and knows what was done.
+        """
         try:
             return await self._dispatch(call, worker_id)
+        except StorageFailed:
+            raise
         except SteelyardError as error:
             return _failed(error)
         except Exception:  # noqa: BLE001 (the client must learn of any failure of a call; ours are logged)

@@ -22,9 +22,6 @@ from steelyard import config_file
 from steelyard.clock import Clock, SystemClock
 from steelyard.config import Config
 from steelyard.coordinator.capability import Role
-from steelyard.coordinator.journal.base import Journal
-from steelyard.coordinator.journal.memory import MemoryJournal
-from steelyard.coordinator.journal.sqlite import SqliteJournal
 from steelyard.coordinator.protocol import PROTOCOL_VERSION
 from steelyard.coordinator.service import Coordinator
 from steelyard.durable import storage_errors
@@ -36,11 +33,14 @@ from steelyard.metrics import Counters
 from steelyard.processes.supervision import end_all
 from steelyard.run.coordinators import open_coordinator, serving
 from steelyard.run.directory import RunDirectory, RunLock, existing_directory, new_directory, write_config
+from steelyard.run.journals import check_journal, open_journal, require_new_journal
 from steelyard.sandbox.function_calls import run_function_calls
 from steelyard.traces.ledger import read_ledger
 from steelyard.traces.shared_ledger import SharedLedger
 
 GO_ON = "steelyard coordinator"
+_STANDBY_S = 10 * 365 * 86_400.0
+"""A standby waits until it is told to stop."""
 
 Say = Callable[[str], None]
 """Takes a line for people."""
@@ -53,24 +53,29 @@ def coordinate(target: str, overrides: list[str], say: Say) -> None:
         InputError: the configuration, the directory or the port cannot be used; nothing was started.
         RunError: the run failed; serving it again goes on with it.
     """
-    directory, config = _directory(target, overrides)
+    is_new = not Path(target).is_dir()
+    directory, config = _begin(target, overrides) if is_new else _find(target, overrides)
     with contextlib.ExitStack() as stack:
         if config.journal.kind == "sqlite":
             # The file has one writer. A journal in a database has a lease of its own, which standbys wait for.
             stack.enter_context(RunLock(directory))
+        if is_new:
+            require_new_journal(config, directory)
+            write_config(config, directory)
         stack.enter_context(contextlib.closing(log_to_file(directory.log)))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(config, directory, say))
 
 
-def _directory(target: str, overrides: list[str]) -> tuple[RunDirectory, Config]:
-    if Path(target).is_dir():
-        directory = existing_directory(target)
-        return directory, config_file.load(directory.config, overrides)
+def _find(target: str, overrides: list[str]) -> tuple[RunDirectory, Config]:
+    directory = existing_directory(target)
+    return directory, config_file.load(directory.config, overrides)
+
+
+def _begin(target: str, overrides: list[str]) -> tuple[RunDirectory, Config]:
     config = config_file.load(Path(target), overrides)
-    directory = new_directory(config.run.name, config.run.dir, GO_ON)
-    write_config(config, directory)
-    return directory, config
+    check_journal(config)
+    return new_directory(config.run.name, config.run.dir, GO_ON), config
 
 
 async def _serve(config: Config, directory: RunDirectory, say: Say) -> None:
@@ -81,11 +86,11 @@ async def _serve(config: Config, directory: RunDirectory, say: Say) -> None:
     served = asyncio.create_task(_serve_until_failure(config, directory, say), name="coordinator")
     try:
         await asyncio.wait((stopped, served), return_when=asyncio.FIRST_COMPLETED)
-        if served.done():
-            served.result()
     finally:
         await end_all((stopped, served))
         say(f"stopped; to go on, type: {GO_ON} {directory.path}")
+    if served.done() and not served.cancelled():
+        served.result()  # it failed, by itself or while it was ended
 
 
 async def _serve_until_failure(config: Config, directory: RunDirectory, say: Say) -> None:
@@ -107,11 +112,14 @@ async def _open(
     environment = make_environment(
         config.environment.kind, config.environment.options, Services(run_function=run_function_calls)
     )
-    say(f"opening the {config.journal.kind} journal")
+    journal = open_journal(config, directory, wait_s=_STANDBY_S)
+    stack.push_async_callback(journal.close)  # also where the coordinator does not come to own it
+    if config.journal.kind == "postgres":
+        say("taking the journal; where another coordinator has it, standing by until its lease ends")
     coordinator = await open_coordinator(
         config,
         environment,
-        open_journal(config, directory),
+        journal,
         Recordings(directory),
         clock=clock,
         ids=RandomIds(),
@@ -119,11 +127,6 @@ async def _open(
     )
     stack.push_async_callback(coordinator.close)
     return coordinator
-
-
-def open_journal(config: Config, directory: RunDirectory) -> Journal:
-    """The journal that the configuration names."""
-    return SqliteJournal(directory.journal) if config.journal.kind == "sqlite" else MemoryJournal()
 
 
 class Recordings:

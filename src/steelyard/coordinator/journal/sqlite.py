@@ -16,9 +16,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from steelyard.coordinator.events import AnyEvent, kind_of
+from steelyard.coordinator.events import AnyEvent
 from steelyard.coordinator.journal import sqlite_file as files
-from steelyard.coordinator.journal.base import EMPTY_HEAD, FaultPoint, Head, JournalRecord, chain, no_fault
+from steelyard.coordinator.journal.base import (
+    EMPTY_HEAD,
+    FaultPoint,
+    Head,
+    JournalRecord,
+    chain,
+    never_lost,
+    no_fault,
+    pass_events,
+)
 from steelyard.coordinator.journal.replaying import Replay
 from steelyard.coordinator.journal.snapshot_files import SnapshotFiles
 from steelyard.coordinator.journal.sqlite_salvage import rebuild, salvage_if_cut_short
@@ -39,6 +48,7 @@ class SqliteJournal:
         self._fault_point = fault_point
         self._head = EMPTY_HEAD
         self._connection: sqlite3.Connection | None = None
+        self._is_closed = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
         # A thread of their own, and one only: commits do not wait for snapshots, and these are written one at a time.
         self._snapshot_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshots")
@@ -67,7 +77,13 @@ class SqliteJournal:
     async def read_snapshot(self, number: int) -> bytes:
         return await self._call(lambda: self._snapshots.read(number), self._snapshot_thread)
 
+    async def watch(self) -> None:
+        await never_lost()
+
     async def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         await self._call(self._close)
         self._thread.shutdown(wait=False)
         self._snapshot_thread.shutdown(wait=False)
@@ -94,7 +110,7 @@ class SqliteJournal:
     def _append(self, events: Sequence[AnyEvent]) -> None:
         connection = self._open()
         self._fault_point("journal.before_append")
-        self._pass_events(events, "before")
+        pass_events(self._fault_point, events, "before")
         records, head = chain(self._head, events)
         rows = [(record.number, record.payload.decode(), record.digest) for record in records]
         middle = (len(rows) + 1) // 2
@@ -112,13 +128,7 @@ class SqliteJournal:
             raise StorageFailed(f"{self._path}: {len(rows)} events could not be written: {error}") from error
         self._fault_point("journal.after_commit")
         self._head = head
-        self._pass_events(events, "after")
-
-    def _pass_events(self, events: Sequence[AnyEvent], when: str) -> None:
-        if self._fault_point is no_fault:
-            return
-        for event in events:
-            self._fault_point(f"event:{kind_of(event)}:{when}")
+        pass_events(self._fault_point, events, "after")
 
     def _head_at(self, number: int) -> Head | None:
         connection = self._open()

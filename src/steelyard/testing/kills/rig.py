@@ -26,19 +26,20 @@ import msgspec
 import yaml
 
 from steelyard import config_file
+from steelyard.cli.main import EXIT_RUN_FAILED
 from steelyard.coordinator import events as e
 from steelyard.coordinator.books import prompt_book
 from steelyard.coordinator.capability import Role
 from steelyard.coordinator.entities import State
 from steelyard.coordinator.groups import TaskStream
 from steelyard.coordinator.journal.base import checked_events
-from steelyard.coordinator.journal.sqlite import SqliteJournalReader
 from steelyard.coordinator.state import apply
 from steelyard.environments.base import Services
 from steelyard.environments.registry import make_environment
 from steelyard.run.auditing import audit_run
 from steelyard.run.coordinators import task_stream
 from steelyard.run.directory import RunDirectory
+from steelyard.run.journals import open_journal_reader
 from steelyard.run.secret import issue_key
 from steelyard.sandbox.function_calls import run_function_calls
 from steelyard.testing.faultsim.witness import Witness
@@ -56,6 +57,7 @@ _LEASE_S = 2.0
 _STOP_FRAC = 0.3
 _MAX_STOP_S = 1.5 * _LEASE_S
 _MAX_PROGRESS_BYTES = 20_000
+_FENCED = "taken over"
 _VICTIMS = {"coordinator": 3.0, "worker": 3.0, "scorer": 1.5, "trainer": 1.5}
 """Kinds of processes, and how often each is met."""
 
@@ -68,6 +70,12 @@ class KillPlan(Record, frozen=True, kw_only=True):
     num_scorers: int = 2
     diverge_frac: float = 0.2
     journal: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+def postgres_plan(url: str, name: str) -> KillPlan:
+    """Two coordinators, of which one stands by, on the journal ``name`` in the database at ``url``."""
+    journal = {"kind": "postgres", "url": url, "name": name, "lease_s": _LEASE_S}
+    return KillPlan(num_coordinators=2, journal=journal)
 
 
 class Verdict(Record, frozen=True, kw_only=True):
@@ -133,12 +141,13 @@ class KillRig:
         self._faults: Counter[str] = Counter()
         self._failures: list[str] = []
         self._is_finishing = False
-        self._names = {
-            **{f"coordinator-{index}": Role.OPERATOR for index in range(plan.num_coordinators)},
+        self._coordinators = tuple(f"coordinator-{index}" for index in range(plan.num_coordinators))
+        self._roles = {
             **{f"worker-{index}": Role.WORKER for index in range(plan.num_workers)},
             **{f"scorer-{index}": Role.SCORER for index in range(plan.num_scorers)},
             "trainer": Role.TRAINER,
         }
+        self._names = (*self._coordinators, *self._roles)
 
     def __enter__(self) -> Self:
         return self
@@ -160,7 +169,7 @@ class KillRig:
         self._write_config()
         self._start_all()
         num_passed = 0
-        for number, fault in enumerate(draw_faults(self._seed, num_faults, tuple(self._names))):
+        for number, fault in enumerate(draw_faults(self._seed, num_faults, self._names)):
             self._await_progress(fault.num_bytes)
             self._meet(fault)
             found = self._look()
@@ -188,13 +197,13 @@ class KillRig:
     def _start_all(self) -> None:
         for name in self._names:
             self._start(name)
-            if self._names[name] is Role.OPERATOR and name.endswith("-0"):
+            if name == self._coordinators[0]:
                 self._await(self._directory.url.exists, "the coordinator to listen", _START_DEADLINE_S)
 
     def _start(self, name: str) -> None:
         self._num_lives[name] += 1
-        if self._names[name] is Role.OPERATOR:
-            port = self._ports[int(name.rpartition("-")[2])]
+        if name in self._coordinators:
+            port = self._ports[self._coordinators.index(name)]
             target = self._directory.path if self._directory.config.exists() else self._config
             words = command("coordinator", target, f"coordinator.port={port}")
         else:
@@ -206,10 +215,10 @@ class KillRig:
 
     def _options(self, name: str) -> str:
         options = ProgramOptions(
-            role=self._names[name],
+            role=self._roles[name],
             run=str(self._directory.path),
             urls=tuple(f"http://127.0.0.1:{port}" for port in self._ports),
-            key=issue_key(self._directory, self._names[name], name, time.time() + _KEY_S),
+            key=issue_key(self._directory, self._roles[name], name, time.time() + _KEY_S),
             notes=str(self._notes(name)),
             seed=self._draw.getrandbits(32),
             eval_task="repair/heldout/0",
@@ -221,17 +230,26 @@ class KillRig:
         return self._home / f"{name}.told"
 
     def _restart_dead(self) -> None:
-        """Whoever was killed, and a trainer that gave its weights up. Any other end is a failure."""
+        """Whoever was killed, a trainer that gave its weights up, a coordinator whose place was taken meanwhile.
+
+        Any other end is a failure.
+        """
         for name, process in self._processes.items():
             returncode = process.poll()
             if returncode is None or (self._is_finishing and returncode == 0 and name == "trainer"):
                 continue
-            if returncode not in {-signal.SIGKILL, EXIT_DIVERGED}:
-                log = (self._home / f"{name}.log").read_text(errors="replace")
-                self._failures.append(f"{name} ended with {returncode}: {log[-600:]}")
             if returncode == EXIT_DIVERGED:
                 self._faults["trainer diverged"] += 1
+            elif self._is_fenced(name, returncode):
+                self._faults["coordinator fenced"] += 1
+            elif returncode != -signal.SIGKILL:
+                self._failures.append(f"{name} ended with {returncode}: {self._tail(name)}")
             self._start(name)
+
+    def _is_fenced(self, name: str, returncode: int) -> bool:
+        """Whether a coordinator ended because a standby has its journal."""
+        has_standby = self._plan.num_coordinators > 1 and name in self._coordinators
+        return has_standby and returncode == EXIT_RUN_FAILED and _FENCED in self._tail(name)
 
     # --- faults -----------------------------------------------------------------------------------
 
@@ -266,7 +284,7 @@ class KillRig:
 
     def _tail(self, name: str) -> str:
         path = self._home / f"{name}.log"
-        return path.read_text(errors="replace")[-300:] if path.exists() else ""
+        return path.read_text(errors="replace")[-600:] if path.exists() else ""
 
     # --- judgement --------------------------------------------------------------------------------
 
@@ -289,7 +307,7 @@ class KillRig:
                 yield from read_acknowledged(self._notes(name))
 
     def _events(self) -> Sequence[e.AnyEvent]:
-        reader = SqliteJournalReader(self._directory.journal)
+        reader = open_journal_reader(config_file.load(self._directory.config), self._directory)
         return tuple(checked_events(reader.records(), reader.head()))
 
     def _state(self) -> State:
@@ -317,7 +335,7 @@ class KillRig:
                 process.terminate()
         for name, process in self._processes.items():
             returncode = process.wait(_START_DEADLINE_S)
-            if self._names[name] is Role.OPERATOR and returncode != 0:
+            if name in self._coordinators and returncode != 0 and not self._is_fenced(name, returncode):
                 self._failures.append(f"{name} was told to stop and ended with {returncode}: {self._tail(name)}")
 
     def _unfinished(self) -> list[str]:
