@@ -83,6 +83,60 @@ def test_an_answer_waits_for_exactly_its_commit() -> None:
     asyncio.run(run())
 
 
+def test_a_commit_wakes_nobody_who_waits_for_a_later_one() -> None:
+    async def run() -> None:
+        journal = SlowJournal()
+        commits = queue(journal)
+        commits.add(event(1))
+        await settle()
+        commits.add(event(2))
+        later = commits.reached(2)
+        woken_by: asyncio.Future[None] = later.send(None)
+        journal.gate.release()
+        await commits.reached(1)
+        assert not woken_by.done()
+        journal.gate.release()
+        await commits.reached(2)
+        assert woken_by.done()
+        later.close()
+        await commits.close()
+
+    asyncio.run(run())
+
+
+def test_one_who_gives_up_waiting_takes_nobody_else_along() -> None:
+    async def run() -> None:
+        journal = SlowJournal()
+        commits = queue(journal)
+        commits.add(event(1))
+        waiters = [asyncio.ensure_future(commits.reached(1)) for _ in range(3)]
+        await settle()
+        waiters[1].cancel()
+        journal.gate.release()
+        await asyncio.gather(*waiters, return_exceptions=True)
+        assert [waiter.cancelled() for waiter in waiters] == [False, True, False]
+        await commits.close()
+
+    asyncio.run(run())
+
+
+def test_who_waits_for_an_event_that_is_not_in_line_yet_waits_until_it_is_durable() -> None:
+    async def run() -> None:
+        journal = MemoryJournal()
+        commits = queue(journal)
+        waiter = asyncio.ensure_future(commits.reached(3))
+        for number in (1, 2):
+            commits.add(event(number))
+            await commits.reached(number)
+        await settle()
+        assert not waiter.done()
+        commits.add(event(3))
+        await waiter
+        await commits.close()
+
+    asyncio.run(run())
+
+
 def test_a_refusing_disk_fails_all_who_wait_and_all_who_come_later() -> None:
     async def run() -> None:
         failures: list[BaseException] = []
