@@ -19,7 +19,8 @@ class CommitQueue:
     Args:
         journal: where events become durable.
         num_committed: how many events the journal holds already.
-        delay_s: how long a commit waits for company; 0 commits at once.
+        delay_s: how long the first event after a pause waits for company; 0 commits at once. What came in line during
+            a commit has had its company, and is committed at once.
         sleep: waits for so many seconds.
         on_commit: told the number of durable events after each commit, before anybody who waits for it.
         on_failure: told once, with the error, when the journal refuses; nothing is committed afterwards.
@@ -93,10 +94,11 @@ class CommitQueue:
         return done
 
     async def _run(self) -> None:
+        is_after_pause = True
         try:
             while True:
                 await self._wake.wait()
-                if self._delay_s:
+                if self._delay_s and is_after_pause:
                     await self._sleep(self._delay_s)
                 batch, self._buffer = self._buffer, []
                 self._wake.clear()
@@ -107,6 +109,7 @@ class CommitQueue:
                 self.num_commits += 1
                 self._on_commit(self.num_committed)
                 self._release(self._under_way)
+                is_after_pause = not self._buffer
         except asyncio.CancelledError:
             self._end(StorageFailed("the journal was closed before this was committed"))
             raise

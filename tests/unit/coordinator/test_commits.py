@@ -206,3 +206,34 @@ def test_a_delay_gathers_company() -> None:
         commits.stop()
 
     asyncio.run(run())
+
+
+def test_what_came_in_line_during_a_commit_is_not_delayed_again() -> None:
+    async def run() -> None:
+        journal, num_delays = SlowJournal(), 0
+
+        async def sleep(seconds: float) -> None:
+            nonlocal num_delays
+            num_delays += 1
+
+        commits = CommitQueue(
+            journal,
+            num_committed=0,
+            delay_s=0.5,
+            sleep=sleep,
+            on_failure=lambda error: None,
+            on_commit=lambda number: None,
+        )
+        commits.add(event(1))
+        await settle()
+        commits.add(event(2))
+        for _ in range(3):
+            journal.gate.release()
+        await commits.reached(2)
+        assert (num_delays, journal.sizes) == (1, [1, 1])
+        commits.add(event(3))
+        await commits.reached(3)
+        assert num_delays == 2, "after a pause there is company to wait for"
+        await commits.close()
+
+    asyncio.run(run())
