@@ -1,8 +1,11 @@
-"""What holds for every test: in CI nothing may be skipped or expected to fail."""
+"""What holds for every test: in CI nothing may be skipped or expected to fail. And what many of them share."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
+
+from steelyard.testing.postgres import PostgresServer, missing, postgres_server
 
 IS_CI = os.environ.get("CI") == "true"
 
@@ -19,3 +22,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if IS_CI and reporter is not None and (reporter.stats.get("skipped") or reporter.stats.get("xfailed")):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A running PostgreSQL server, started when the first test asks for it."""
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with postgres_server() as server:
+        yield server

@@ -188,9 +188,16 @@ class JournalConfig(Section, frozen=True, kw_only=True):
 
     A snapshot of the state is written every ``snapshot_every_events`` committed events, and when a run ends; a resume
     replays only what came after the newest one.
+
+    For ``postgres``, ``url`` is a connection URL of libpq without a password, which belongs into libpq's password file;
+    ``name`` tells the journals of one database apart; ``lease_s`` is how long after the writer's last renewal another
+    process may take its place. See docs/journal.md.
     """
 
-    kind: Literal["memory", "sqlite"] = "sqlite"
+    kind: Literal["memory", "sqlite", "postgres"] = "sqlite"
+    url: str | None = None
+    name: str | None = None
+    lease_s: float = 10.0
     group_commit_s: float = 0.002
     snapshot_every_events: int = 50_000
 

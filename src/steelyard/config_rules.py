@@ -5,9 +5,12 @@ Each rule says what must hold and what came instead, and what would fit where th
 
 import math
 from collections.abc import Iterator
+from urllib.parse import parse_qsl, urlsplit
 
-from steelyard.config import Config
+from steelyard.config import Config, JournalConfig
 from steelyard.errors import ConfigError
+
+_MAX_NAME_CHARS = 200
 
 
 def check(config: Config) -> None:
@@ -25,6 +28,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _ranges(config)
     yield from _batch_arithmetic(config)
     yield from _room(config)
+    yield from _journal(config.journal)
     yield from _not_available(config)
 
 
@@ -64,6 +68,7 @@ def _minimums(config: Config) -> Iterator[str]:
         "scoring.concurrency": (config.scoring.concurrency, 1),
         "scoring.max_attempts": (config.scoring.max_attempts, 1),
         "journal.snapshot_every_events": (config.journal.snapshot_every_events, 1),
+        "journal.lease_s": (config.journal.lease_s, 1),
         "eval.num_tasks": (config.eval.num_tasks, 0),
         "eval.num_unseen_templates": (config.eval.num_unseen_templates, 0),
         "gateway.port": (config.gateway.port, 0),
@@ -143,6 +148,41 @@ def _room(config: Config) -> Iterator[str]:
             f"weights.max_retained_versions must be >= admission.max_policy_lag + 2 ({versions}), "
             f"got {config.weights.max_retained_versions}"
         )
+
+
+def _journal(journal: JournalConfig) -> Iterator[str]:
+    given = {"journal.url": journal.url, "journal.name": journal.name}
+    if journal.kind != "postgres":
+        for name, value in given.items():
+            if value is not None:
+                yield f"{name} must be unset unless journal.kind is postgres, got journal.kind {journal.kind}"
+        return
+    for name, value in given.items():
+        if not value:
+            yield f"{name} must be given with journal.kind postgres, got none"
+    if journal.name is not None and not (len(journal.name) <= _MAX_NAME_CHARS and journal.name.isprintable()):
+        yield f"journal.name must be at most {_MAX_NAME_CHARS} printable characters, got {journal.name[:80]!r}"
+    if not math.isfinite(journal.lease_s):
+        yield f"journal.lease_s must be a finite number >= 1, got {journal.lease_s}"
+    yield from _journal_url(journal.url or "")
+
+
+def _journal_url(url: str) -> Iterator[str]:
+    """The value is never shown: a fault in it could be a password in the wrong place."""
+    try:
+        parts = urlsplit(url)
+        secrets = {"password", "sslpassword"} & {key for key, _ in parse_qsl(parts.query, keep_blank_values=True)}
+        is_secret = bool(secrets) or parts.password is not None
+    except ValueError:
+        yield "journal.url must be a URL, such as postgresql://me@host/runs, got one that cannot be read"
+        return
+    if is_secret:
+        yield (
+            "journal.url must not hold a password, for it is kept in config.yaml and shown in reports; "
+            "put it into libpq's password file: ~/.pgpass, or passfile=PATH in the URL"
+        )
+    elif parts.scheme not in ("postgresql", "postgres"):
+        yield "journal.url must begin with postgresql://, got another beginning"
 
 
 def _not_available(config: Config) -> Iterator[str]:

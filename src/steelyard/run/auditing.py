@@ -11,10 +11,10 @@ from steelyard.config import Config
 from steelyard.coordinator.audit import AuditReport, audit
 from steelyard.coordinator.audit_deep import DeepAudit
 from steelyard.coordinator.audit_evidence import AdvantageFunction, AuditStores, StoredVersion
-from steelyard.coordinator.journal.sqlite import SqliteJournalReader
 from steelyard.digests import digest_bytes, digest_file
 from steelyard.errors import IntegrityError
 from steelyard.run.directory import RunDirectory
+from steelyard.run.journals import open_journal_reader
 from steelyard.run.recomputing import recomputing
 from steelyard.run.training import advantages_of
 from steelyard.traces.ledger import read_ledger
@@ -55,7 +55,7 @@ def audit_run_deeply(directory: RunDirectory, *, seed: int, num_attempts: int) -
 
 def _stores(directory: RunDirectory, config: Config) -> AuditStores:
     return AuditStores(
-        journal=SqliteJournalReader(directory.journal),
+        journal=open_journal_reader(config, directory),
         traces=_Traces(directory.traces),
         batches=_Batches(directory.batches),
         artifacts=_Artifacts(directory.artifacts),

@@ -20,9 +20,6 @@ from steelyard import config_file
 from steelyard.clock import Clock, SystemClock
 from steelyard.config import Config
 from steelyard.coordinator.admission import evaluating
-from steelyard.coordinator.journal.base import Journal
-from steelyard.coordinator.journal.memory import MemoryJournal
-from steelyard.coordinator.journal.sqlite import SqliteJournal, SqliteJournalReader
 from steelyard.coordinator.records import CoordinatorSettings
 from steelyard.coordinator.service import Coordinator
 from steelyard.digests import digest_bytes
@@ -39,6 +36,7 @@ from steelyard.processes.faults import FaultPlan, fault_hook
 from steelyard.processes.supervision import supervise, task_group
 from steelyard.run.directory import RunDirectory
 from steelyard.run.evaluation import Evaluator
+from steelyard.run.journals import open_journal, open_journal_reader
 from steelyard.run.news import News
 from steelyard.run.processes import Children, stopping
 from steelyard.run.recovery import replay, starting_point, sweep, sweep_traces
@@ -94,8 +92,8 @@ async def run_control(context: RunContext) -> None:
         foundation = await _lay_foundation(context, stack)
         await foundation.coordinator.abandon("the control process was started again")
         await sweep(foundation.coordinator, context.directory, foundation.stores)
-        if context.config.journal.kind == "sqlite":
-            journal = SqliteJournalReader(context.directory.journal)
+        if context.config.journal.kind != "memory":
+            journal = open_journal_reader(context.config, context.directory)
             await sweep_traces(journal, foundation.stores.traces, foundation.clock.now_s())
         await Control(context, foundation).run()
 
@@ -111,8 +109,8 @@ async def _lay_foundation(context: RunContext, stack: AsyncExitStack) -> Foundat
     services = EnvironmentServices(run_function=run_function_calls, call_deadline_s=config.sandbox.call_deadline_s)
     environment = make_environment(config.environment.kind, config.environment.options, services)
     recorder = Recorder(stores.traces, stores.ledger, context.news.counters, clock)
-    is_durable = config.journal.kind == "sqlite"
-    journal: Journal = SqliteJournal(directory.journal, fault) if is_durable else MemoryJournal()
+    journal = open_journal(config, directory, fault)
+    stack.push_async_callback(journal.close)  # also where the coordinator does not come to own it
     coordinator = await Coordinator.open(
         journal=journal,
         settings=CoordinatorSettings.from_config(config),

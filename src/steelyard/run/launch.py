@@ -17,7 +17,6 @@ from steelyard.clock import SystemClock
 from steelyard.config import Config
 from steelyard.coordinator.events import RunFinished
 from steelyard.coordinator.journal.base import decode
-from steelyard.coordinator.journal.sqlite import SqliteJournalReader
 from steelyard.environments.base import Services
 from steelyard.environments.registry import make_environment
 from steelyard.errors import SteelyardError, StorageFailed
@@ -31,6 +30,7 @@ from steelyard.processes.faults import FaultPlan
 from steelyard.run.control import RunContext, run_control
 from steelyard.run.directory import RunDirectory, RunLock, existing_directory, new_directory
 from steelyard.run.evaluation import num_planned
+from steelyard.run.journals import check_journal, open_journal_reader, require_new_journal
 from steelyard.run.news import News
 from steelyard.run.policy import check_policy, prepare_policy
 from steelyard.run.scratch import scratch_folder
@@ -48,6 +48,7 @@ def check_environment(config: Config) -> None:
     """
     make_environment(config.environment.kind, config.environment.options, Services(run_function=run_function_calls))
     check_policy(config)
+    check_journal(config)
 
 
 def start(config: Config, *, cache_dir: Path, fault: FaultPlan | None = None) -> int:
@@ -60,6 +61,7 @@ def start(config: Config, *, cache_dir: Path, fault: FaultPlan | None = None) ->
     check_environment(config)
     directory = new_directory(config.run.name, config.run.dir)
     with RunLock(directory):
+        require_new_journal(config, directory)
         try:
             # Written last of what makes a run: a directory with it can be resumed.
             temporary = directory.config.with_suffix(".tmp")
@@ -80,21 +82,23 @@ def resume(path: str, *, cache_dir: Path, fault: FaultPlan | None = None) -> int
     directory = existing_directory(path)
     with RunLock(directory):
         config = config_file.load(directory.config)
-        if is_finished(directory):
+        if is_finished(config, directory):
             _say(sys.stdout, f"{shown(directory)} is finished: there is nothing to go on with")
             return 0
         return _carry_through(config, directory, cache_dir, fault)
 
 
-def is_finished(directory: RunDirectory) -> bool:
+def is_finished(config: Config, directory: RunDirectory) -> bool:
     """Whether the last event of the run's journal is RUN_FINISHED.
 
     Raises:
-        IntegrityError: the file is no journal.
+        IntegrityError: it is no journal.
+        StorageFailed: it cannot be read.
     """
-    if not directory.journal.is_file():
+    kind = config.journal.kind
+    if kind == "memory" or (kind == "sqlite" and not directory.journal.is_file()):
         return False
-    last = deque(SqliteJournalReader(directory.journal).records(), maxlen=1)
+    last = deque(open_journal_reader(config, directory).records(), maxlen=1)
     return bool(last) and isinstance(decode(last[0].payload), RunFinished)
 
 

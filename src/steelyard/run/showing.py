@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from steelyard import config_file
 from steelyard.coordinator import events as e
 from steelyard.coordinator.journal.base import decode
-from steelyard.coordinator.journal.sqlite import SqliteJournalReader
 from steelyard.errors import InputError, IntegrityError
 from steelyard.gateway.codec import TokenCodec
 from steelyard.run.directory import RunDirectory
+from steelyard.run.journals import open_journal_reader
 from steelyard.traces.export import show_trace
 from steelyard.traces.sealed import SealedTraces
 from steelyard.types import Score
@@ -89,7 +90,8 @@ def _verdict(rollout: _Rollout) -> str:
 def _read(directory: RunDirectory) -> dict[str, _Rollout]:
     rollouts: dict[str, _Rollout] = {}
     of_attempt: dict[str, _Rollout] = {}
-    for record in SqliteJournalReader(directory.journal).records():
+    reader = open_journal_reader(config_file.load(directory.config), directory)
+    for record in reader.records():
         _take(decode(record.payload), rollouts, of_attempt)
     return rollouts
 

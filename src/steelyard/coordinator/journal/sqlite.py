@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from steelyard.coordinator.events import AnyEvent, kind_of
+from steelyard.coordinator.events import AnyEvent
 from steelyard.coordinator.journal import sqlite_file as files
 from steelyard.coordinator.journal.archive import SEGMENT_RECORDS, ArchiveFiles, archive_folder
 from steelyard.coordinator.journal.base import (
@@ -27,7 +27,9 @@ from steelyard.coordinator.journal.base import (
     Head,
     JournalRecord,
     chain,
+    never_lost,
     no_fault,
+    pass_events,
 )
 from steelyard.coordinator.journal.compaction import Compaction
 from steelyard.coordinator.journal.replaying import Replay
@@ -52,6 +54,7 @@ class SqliteJournal:
         self._fault_point = fault_point
         self._head = EMPTY_HEAD
         self._connection: sqlite3.Connection | None = None
+        self._is_closed = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
         # A thread of their own, and one only: commits do not wait for snapshots, and these are written one at a time.
         self._snapshot_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshots")
@@ -83,7 +86,13 @@ class SqliteJournal:
     async def read_snapshot(self, number: int) -> bytes:
         return await self._call(lambda: self._snapshots.read(number), self._snapshot_thread)
 
+    async def watch(self) -> None:
+        await never_lost()
+
     async def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         await self._call(self._close)
         self._thread.shutdown(wait=False)
         self._snapshot_thread.shutdown(wait=False)
@@ -119,7 +128,7 @@ class SqliteJournal:
     def _append(self, events: Sequence[AnyEvent]) -> None:
         connection = self._open()
         self._fault_point("journal.before_append")
-        self._pass_events(events, "before")
+        pass_events(self._fault_point, events, "before")
         records, head = chain(self._head, events)
         middle = (len(records) + 1) // 2
         try:
@@ -136,13 +145,7 @@ class SqliteJournal:
             raise StorageFailed(f"{self._path}: {len(records)} events could not be written: {error}") from error
         self._fault_point("journal.after_commit")
         self._head = head
-        self._pass_events(events, "after")
-
-    def _pass_events(self, events: Sequence[AnyEvent], when: str) -> None:
-        if self._fault_point is no_fault:
-            return
-        for event in events:
-            self._fault_point(f"event:{kind_of(event)}:{when}")
+        pass_events(self._fault_point, events, "after")
 
     def _head_at(self, number: int) -> Head | None:
         connection = self._open()
