@@ -228,7 +228,8 @@ def test_no_answer_is_final_once_the_journal_has_failed(failure: StorageFailed) 
     async def scene(served: ServedRig) -> None:
         (lease,) = results((await post(served, request_of(p.LeaseCall(max_leases=1, wait_s=0.0))))[1])[0].leases
         served.journal.refuse(failure)
-        for first, call in enumerate((p.StartCall(attempt_id=lease.attempt_id, attempt_number=1), HEARTBEAT), start=1):
+        calls: tuple[p.Call, ...] = (p.StartCall(attempt_id=lease.attempt_id, attempt_number=1), HEARTBEAT)
+        for first, call in enumerate(calls, start=1):
             status, failed = await post(served, request_of(call, first=first))
             assert (status, failed.kind, failed.message) == (503, type(failure).__name__, str(failure))
 

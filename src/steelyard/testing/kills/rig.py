@@ -335,7 +335,9 @@ class KillRig:
                 process.terminate()
         for name, process in self._processes.items():
             returncode = process.wait(_START_DEADLINE_S)
-            if name in self._coordinators and returncode != 0 and not self._is_fenced(name, returncode):
+            # One that was just started again may not listen to signals yet.
+            is_in_order = returncode in {0, -signal.SIGTERM} or self._is_fenced(name, returncode)
+            if name in self._coordinators and not is_in_order:
                 self._failures.append(f"{name} was told to stop and ended with {returncode}: {self._tail(name)}")
 
     def _unfinished(self) -> list[str]:
