@@ -103,6 +103,7 @@ class Core:
         self._listeners: list[Callable[[Effect], None]] = []
         self._outbox: deque[tuple[int, Effect]] = deque()
         self._on_commit: list[Callable[[int], None]] = []
+        self._before_apply: Callable[[AnyEvent], None] | None = None
 
     def snapshots(self, journal: Journal, num_covered: int) -> SnapshotWriter:
         """The writer of snapshots; ``num_covered`` events need none any more."""
@@ -115,6 +116,7 @@ class Core:
             on_failure=self.fail,
         )
         self._on_commit.append(writer.committed)
+        self._before_apply = writer.before
         return writer
 
     def now_s(self) -> float:
@@ -127,6 +129,8 @@ class Core:
         Raises:
             IllegalTransition: it cannot follow; nothing was changed.
         """
+        if self._before_apply is not None:
+            self._before_apply(event)
         _, effects = apply(self.state, event)
         self.commits.add(event)
         for effect in effects:

@@ -135,6 +135,9 @@ class Done(Record, frozen=True, kw_only=True, tag_field="result", tag="done"):
     """The call had its effect, now or at an earlier try."""
 
 
+DONE = Done()
+
+
 class Leased(Record, frozen=True, kw_only=True, tag_field="result", tag="leased"):
     """Attempts to run; may be none."""
 

@@ -39,6 +39,7 @@ from steelyard.coordinator.time_budgets import TimeBudgets
 from steelyard.coordinator.transitions import HELD, RolloutState
 from steelyard.coordinator.versions import Versions
 from steelyard.coordinator.waiting import Signal, Sleep
+from steelyard.coordinator.worker_calls import WorkerCalls
 from steelyard.errors import IllegalTransition, Refused
 from steelyard.ids import IdSource
 from steelyard.metrics import Counters
@@ -68,7 +69,8 @@ class Coordinator:
         self._evaluations = Evaluations(core, self._scoring)
         self._snapshots = core.snapshots(journal, num_covered)
         self._cancellation = Cancellation(core, self._groups, self._batches)
-        self._ticker = Ticker(core, (TimeBudgets(core, self._groups), self._leases, self._scoring))
+        self._ticker = Ticker(core, (TimeBudgets(core, self._groups), self._leases, self._scoring), journal)
+        self.worker_calls = WorkerCalls(core, self._leases, self._scoring, self._ticker.advance)
 
     @classmethod
     async def open(
@@ -192,10 +194,7 @@ class Coordinator:
         return await self._answer(lambda: self._leases.abandon(reason))
 
     def live_lease(self, attempt_id: str) -> Lease | None:
-        """The lease of an attempt that may still sample; None for one that ended, expired or never was. Immediate.
-
-        A lease that is not committed yet is nobody's, so None.
-        """
+        """The lease of an attempt that may sample; None for one that ended, expired, or is not committed. Immediate."""
         core = self._core
         rollout = core.state.attempts.get(attempt_id)
         if rollout is None or rollout.state not in HELD:

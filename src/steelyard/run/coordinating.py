@@ -10,6 +10,7 @@ which ends the process: what the journal holds is then what counts.
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -21,15 +22,11 @@ from steelyard import config_file
 from steelyard.clock import Clock, SystemClock
 from steelyard.config import Config
 from steelyard.coordinator.capability import Role
-from steelyard.coordinator.core import OpenTraces
-from steelyard.coordinator.journal.base import Journal
-from steelyard.coordinator.journal.memory import MemoryJournal
-from steelyard.coordinator.journal.sqlite import SqliteJournal
 from steelyard.coordinator.protocol import PROTOCOL_VERSION
 from steelyard.coordinator.service import Coordinator
+from steelyard.durable import storage_errors
 from steelyard.environments.base import Environment, Services
 from steelyard.environments.registry import make_environment
-from steelyard.gateway.recorder import Recorder
 from steelyard.ids import RandomIds
 from steelyard.log import log_to_file
 from steelyard.metrics import Counters
@@ -37,11 +34,14 @@ from steelyard.processes.supervision import end_all
 from steelyard.run.coordinators import open_coordinator, serving
 from steelyard.run.describing import describe_run
 from steelyard.run.directory import RunDirectory, RunLock, existing_directory, new_directory, write_config
-from steelyard.run.stores import Stores
+from steelyard.run.journals import check_journal, open_journal, require_new_journal
 from steelyard.sandbox.function_calls import run_function_calls
+from steelyard.traces.ledger import read_ledger
 from steelyard.traces.shared_ledger import SharedLedger
 
 GO_ON = "steelyard coordinator"
+_STANDBY_S = 10 * 365 * 86_400.0
+"""A standby waits until it is told to stop."""
 
 Say = Callable[[str], None]
 """Takes a line for people."""
@@ -54,24 +54,29 @@ def coordinate(target: str, overrides: list[str], say: Say) -> None:
         InputError: the configuration, the directory or the port cannot be used; nothing was started.
         RunError: the run failed; serving it again goes on with it.
     """
-    directory, config = _directory(target, overrides)
+    is_new = not Path(target).is_dir()
+    directory, config = _begin(target, overrides) if is_new else _find(target, overrides)
     with contextlib.ExitStack() as stack:
         if config.journal.kind == "sqlite":
             # The file has one writer. A journal in a database has a lease of its own, which standbys wait for.
             stack.enter_context(RunLock(directory))
+        if is_new:
+            require_new_journal(config, directory)
+            write_config(config, directory)
         stack.enter_context(contextlib.closing(log_to_file(directory.log)))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(config, directory, say))
 
 
-def _directory(target: str, overrides: list[str]) -> tuple[RunDirectory, Config]:
-    if Path(target).is_dir():
-        directory = existing_directory(target)
-        return directory, config_file.load(directory.config, overrides)
+def _find(target: str, overrides: list[str]) -> tuple[RunDirectory, Config]:
+    directory = existing_directory(target)
+    return directory, config_file.load(directory.config, overrides)
+
+
+def _begin(target: str, overrides: list[str]) -> tuple[RunDirectory, Config]:
     config = config_file.load(Path(target), overrides)
-    directory = new_directory(config.run.name, config.run.dir, GO_ON)
-    write_config(config, directory)
-    return directory, config
+    check_journal(config)
+    return new_directory(config.run.name, config.run.dir, GO_ON), config
 
 
 async def _serve(config: Config, directory: RunDirectory, say: Say) -> None:
@@ -82,11 +87,11 @@ async def _serve(config: Config, directory: RunDirectory, say: Say) -> None:
     served = asyncio.create_task(_serve_until_failure(config, directory, say), name="coordinator")
     try:
         await asyncio.wait((stopped, served), return_when=asyncio.FIRST_COMPLETED)
-        if served.done():
-            served.result()
     finally:
         await end_all((stopped, served))
         say(f"stopped; to go on, type: {GO_ON} {directory.path}")
+    if served.done() and not served.cancelled():
+        served.result()  # it failed, by itself or while it was ended
 
 
 async def _serve_until_failure(config: Config, directory: RunDirectory, say: Say) -> None:
@@ -117,15 +122,15 @@ async def _open(
 ) -> Coordinator:
     """The coordinator on its journal; what is opened is closed by ``stack``."""
     directory.make_folders()
-    stores = Stores.open(directory, _no_fault, config.blobs)
-    stack.push_async_callback(stores.close)
-    recorder = Recorder(stores.traces, stores.ledger, counters, clock)
-    say(f"opening the {config.journal.kind} journal")
+    journal = open_journal(config, directory, wait_s=_STANDBY_S)
+    stack.push_async_callback(journal.close)  # also where the coordinator does not come to own it
+    if config.journal.kind == "postgres":
+        say("taking the journal; where another coordinator has it, standing by until its lease ends")
     coordinator = await open_coordinator(
         config,
         environment,
-        open_journal(config, directory),
-        Recordings(SharedLedger(directory.recorded), recorder),
+        journal,
+        Recordings(directory),
         clock=clock,
         ids=RandomIds(),
         counters=counters,
@@ -134,27 +139,24 @@ async def _open(
     return coordinator
 
 
-def open_journal(config: Config, directory: RunDirectory) -> Journal:
-    """The journal that the configuration names."""
-    return SqliteJournal(directory.journal) if config.journal.kind == "sqlite" else MemoryJournal()
-
-
 class Recordings:
-    """Ends recordings that other processes made, and those that the control process of an earlier life had made.
+    """Ends recordings of gateways elsewhere, and tells what a control process had recorded that led this run before.
 
-    Args:
-        shared: of recorders elsewhere.
-        own: over the files of a control process of this run, which is gone.
+    Nothing but the files of ended attempts is written: others are at work in the same stores.
+
+    Raises:
+        StorageFailed: the disk refuses.
+        IntegrityError: the ledger of the control process cannot be read.
     """
 
-    def __init__(self, shared: SharedLedger, own: OpenTraces) -> None:
-        self._shared = shared
-        self._own = own
+    def __init__(self, directory: RunDirectory) -> None:
+        ledger = directory.traces / "recorded.log"
+        self._elsewhere = SharedLedger(directory.recorded)
+        if ledger.exists():
+            with storage_errors(str(ledger)), ledger.open("rb") as file:
+                os.fsync(file.fileno())  # what is booked as lost must not vanish from the count in a power cut
+        self._before = read_ledger(ledger)
 
     def discard(self, attempt_id: str) -> int:
         """As :meth:`OpenTraces.discard`; an attempt was recorded in one of the two places."""
-        return self._shared.end(attempt_id) or self._own.discard(attempt_id)
-
-
-def _no_fault(_: str) -> None:
-    """Nobody dies on purpose here."""
+        return self._elsewhere.end(attempt_id) or self._before.get(attempt_id, 0)

@@ -53,13 +53,14 @@ async def open_coordinator(
         seed=config.run.seed,
         config_digest=digest_bytes(config_file.to_yaml(config).encode()),
         open_traces=open_traces,
-        stream=_task_stream(environment, config),
+        stream=task_stream(environment, config),
         counters=counters,
         jitter=random.Random(config.run.seed),
     )
 
 
-def _task_stream(environment: Environment, config: Config) -> ShuffledStream | None:
+def task_stream(environment: Environment, config: Config) -> ShuffledStream | None:
+    """The training tasks of a run in the order of its seed; None where it only evaluates."""
     if config.train.max_steps == 0:
         return None
     num_tasks = environment.num_tasks(TRAIN_SPLIT) or _ENDLESS

@@ -11,7 +11,7 @@ from steelyard.clock import Clock
 from steelyard.errors import DeadlineExceeded, RunError
 from steelyard.harness.base import LeaseSource
 from steelyard.scoring.base import ScoreSource
-from steelyard.types import ArtifactReport, AttemptFailure, Lease, Score, ScoreJob
+from steelyard.types import ArtifactReport, AttemptFailure, Lease, Outcome, Score, ScoreJob
 
 Say = Callable[[str], None]
 Value = TypeVar("Value")
@@ -119,7 +119,7 @@ class PatientScores:
 
     async def score(self, score: Score) -> None:
         await self._patience.insist(lambda: self._source.score(score))
-        self.num_scored += 1
+        self.num_scored += score.outcome is not Outcome.CANCELLED  # which only hands the job back
 
     async def artifact_lost(self, attempt_id: str, detail: str) -> None:
         await self._patience.insist(lambda: self._source.artifact_lost(attempt_id, detail))

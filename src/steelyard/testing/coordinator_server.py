@@ -11,6 +11,7 @@ from steelyard.coordinator.events import AnyEvent
 from steelyard.coordinator.journal.memory import MemoryJournal
 from steelyard.coordinator.server import CoordinatorServer, ServerLimits
 from steelyard.coordinator.trainer_link import OperatorLink, TrainerLink
+from steelyard.errors import StorageFailed
 from steelyard.metrics import Counters
 from steelyard.testing.fault_proxy import Fault, FaultProxy
 from steelyard.testing.run_rig import SCORER, WORKER, RunRig, make_settings
@@ -26,6 +27,11 @@ class HeldJournal(MemoryJournal):
         self.waiting = asyncio.Event()
         self._free = asyncio.Event()
         self._free.set()
+        self._failure: StorageFailed | None = None
+
+    def refuse(self, failure: StorageFailed) -> None:
+        """Appends fail from now on."""
+        self._failure = failure
 
     def hold(self) -> None:
         """Appends wait from now on."""
@@ -39,6 +45,8 @@ class HeldJournal(MemoryJournal):
         self.waiting.set()
         await self._free.wait()
         self.waiting.clear()
+        if self._failure is not None:
+            raise self._failure
         await super().append(events)
 
 

@@ -12,7 +12,7 @@ import pytest
 from steelyard.coordinator import protocol as p
 from steelyard.coordinator.capability import CapabilityRing, Role
 from steelyard.coordinator.server import CoordinatorServer, ServerLimits
-from steelyard.errors import InputError
+from steelyard.errors import InputError, JournalFenced, StorageFailed
 from steelyard.metrics import Counters
 from steelyard.testing.coordinator_server import ServedRig, serve
 from steelyard.testing.run_rig import SCORER, WORKER, RunRig
@@ -221,6 +221,20 @@ def test_a_client_that_leaves_does_not_undo_its_call() -> None:
         assert served.counters.read()["coordinator.repeated"] == 1
 
     serve(scene)
+
+
+@pytest.mark.parametrize("failure", [StorageFailed("the disk is full"), JournalFenced("taken over")])
+def test_no_answer_is_final_once_the_journal_has_failed(failure: StorageFailed) -> None:
+    async def scene(served: ServedRig) -> None:
+        (lease,) = results((await post(served, request_of(p.LeaseCall(max_leases=1, wait_s=0.0))))[1])[0].leases
+        served.journal.refuse(failure)
+        calls: tuple[p.Call, ...] = (p.StartCall(attempt_id=lease.attempt_id, attempt_number=1), HEARTBEAT)
+        for first, call in enumerate(calls, start=1):
+            status, failed = await post(served, request_of(call, first=first))
+            assert (status, failed.kind, failed.message) == (503, type(failure).__name__, str(failure))
+
+    with pytest.raises(type(failure)):
+        serve(scene)
 
 
 def test_a_port_in_use_is_bad_input_that_names_it() -> None:

@@ -154,6 +154,8 @@ def test_reports_of_finished_work_are_made_until_they_arrive_and_then_once() -> 
                 case "score":
                     await bench.scores.score(no_score(job(), Outcome.GRADER_FAILED, "v", ""))
                     assert (len(bench.jobs.scores), bench.scores.num_scored) == (1, 1)
+                    await bench.scores.score(no_score(job(), Outcome.CANCELLED, "", "handed back"))
+                    assert (len(bench.jobs.scores), bench.scores.num_scored) == (2, 1)
                 case "artifact_lost":
                     await bench.scores.artifact_lost("att_one", "gone")
                     assert bench.jobs.lost == [("att_one", "gone")]

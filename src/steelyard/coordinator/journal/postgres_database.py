@@ -87,7 +87,7 @@ class PostgresPlace(Record, frozen=True, kw_only=True):
 
     url: str
     name: str
-    deadline_s: float = 10.0
+    deadline_s: float = 30.0
 
     def __repr__(self) -> str:
         # A URL can hold a password.

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, LiteralString, TypeVar
 
+import msgspec
 import psycopg
 
 from steelyard.coordinator.journal.base import FORMAT_VERSION, Head, check_format
@@ -113,9 +114,11 @@ class Writer:
                 asking = question(self._connection)
                 return await answered(self._connection, asking, deadline_s or self._place.deadline_s)
             except psycopg.Error as error:
-                failure = StorageFailed(f"{self._place.label}: {what}: {one_line(error)}")
-                if self._connection.closed:
-                    self._lose(failure)
+                if not self._connection.closed:
+                    raise StorageFailed(f"{self._place.label}: {what}: {one_line(error)}") from error
+                maybe = f"{what}, or the answer was lost with the connection"
+                failure = StorageFailed(f"{self._place.label}: {maybe}: {one_line(error)}")
+                self._lose(failure)
                 raise failure from error
             except (JournalFenced, IntegrityError) as error:
                 self._lose(error)
@@ -206,6 +209,8 @@ async def take_over(place: PostgresPlace, *, owner: str, lease_s: float, wait_s:
         DeadlineExceeded: another owner still holds it after ``wait_s``; names that owner.
     """
     loop = asyncio.get_running_loop()
+    # Whoever has no answer for the time of the lease may have lost it.
+    place = msgspec.structs.replace(place, deadline_s=min(place.deadline_s, lease_s))
     began_s, held = loop.time(), None
     while True:
         try:

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from steelyard.coordinator import events as e
-from steelyard.coordinator.journal.base import FORMAT_VERSION, Journal
+from steelyard.coordinator.journal.base import FORMAT_VERSION, DamagedRecord, Journal
 from steelyard.coordinator.journal.postgres import PostgresJournal
 from steelyard.coordinator.journal.postgres_database import PostgresPlace, connect_for_reading
 from steelyard.coordinator.journal.postgres_reader import PostgresJournalReader
@@ -131,7 +131,10 @@ def test_a_connection_that_the_server_ends_in_the_middle_of_an_append_fails_it_a
             with row_held(postgres_store):
                 appending = await begun(postgres_store, journal, 5, 2)
                 await end_backends(postgres_store)
-                with pytest.raises(StorageFailed, match=r"5 events could not be written: .*administrator command"):
+                with pytest.raises(
+                    StorageFailed,
+                    match=r"5 events could not be written, or the answer was lost .*administrator command",
+                ):
                     await appending
             with pytest.raises(StorageFailed, match="administrator command"):
                 await watching
@@ -170,7 +173,7 @@ def test_a_commit_whose_answer_is_lost_fails_and_is_never_written_again(
             async with closing(postgres_store.open(place=place)) as journal:
                 await journal.append(events(0, 2))
                 line.lose_answer()
-                with pytest.raises(StorageFailed, match="3 events could not be written"):
+                with pytest.raises(StorageFailed, match="3 events could not be written, or the answer was lost"):
                     await journal.append(events(2, 3))
                 assert line.num_lost == 1
                 assert postgres_store.reader().head().number == 5, "what was not acknowledged may be there"
@@ -246,6 +249,37 @@ def test_a_crash_of_the_server_loses_nothing_that_was_acknowledged(tmp_path: Pat
         server.start()
         store.end_lease()
         assert replayed(store.open()) == tuple(events(0, 300))
+
+
+def test_a_page_that_the_server_cannot_read_is_refused_in_the_middle_and_at_the_end() -> None:
+    with postgres_server() as server:
+        stores = {place: PostgresStore(server) for place in ("middle", "end")}
+        for store in stores.values():
+            asyncio.run(write(store.open(), 2000))
+        files = {
+            place: server.data / store.ask("select pg_relation_filepath('steelyard.records')")
+            for place, store in stores.items()
+        }
+        server.stop()
+        for place, path in files.items():
+            spoil_page(path, at_end=place == "end")
+        server.start()
+        with pytest.raises(IntegrityError, match=r"journal record \d+ cannot be read: .*so it is refused"):
+            replayed(stores["middle"].open())
+        with pytest.raises(IntegrityError, match=r"is damaged behind record 19\d\d and cannot be cut off there"):
+            replayed(stores["end"].open())
+        for store in stores.values():
+            with pytest.raises(DamagedRecord):
+                list(store.reader().records())
+
+
+def spoil_page(path: Path, *, at_end: bool) -> None:
+    """Garble one page of 8 KiB, as a bad disk does."""
+    data = bytearray(path.read_bytes())
+    num_pages = len(data) // 8192
+    at = 8192 * (num_pages - 1 if at_end else num_pages // 2)
+    data[at + 100 : at + 8000] = random.Random(0).randbytes(7900)
+    path.write_bytes(data)
 
 
 @pytest.mark.parametrize(
