@@ -140,6 +140,18 @@ def test_silence_for_too_long_is_an_error_that_says_since_when() -> None:
     asyncio.run(scene())
 
 
+def test_a_long_time_in_which_nothing_was_asked_is_no_silence() -> None:
+    async def scene() -> None:
+        bench = Bench(num_silent=0)
+        await bench.leases.lease("w", 4, 0.0)
+        bench.clock.advance(100 * LOST_AFTER_S)
+        bench.silence.num_silent = 3
+        for _ in range(3):
+            assert list(await bench.leases.lease("w", 4, 0.0)) == []
+
+    asyncio.run(scene())
+
+
 def test_reports_of_finished_work_are_made_until_they_arrive_and_then_once() -> None:
     async def scene() -> None:
         for call in ("start", "artifact_ready", "score", "artifact_lost"):
