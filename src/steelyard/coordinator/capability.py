@@ -90,3 +90,15 @@ def worker_of(key: str) -> str:
     if not key.startswith(_PREFIX) or len(parts) != 4 or not _WORKER_ID.fullmatch(parts[1]):
         raise InputError("key: must be stc-<role>.<worker_id>.<expiry>.<signature>")
     return parts[1]
+
+
+def role_of(key: str) -> Role:
+    """The role in a key, unverified: for its holder, who has no secret.
+
+    Raises:
+        InputError: it names none. The message never holds the key.
+    """
+    role = key.removeprefix(_PREFIX).partition(".")[0]
+    if role not in set(Role):
+        raise InputError("key: must be stc-<role>.<worker_id>.<expiry>.<signature>")
+    return Role(role)

@@ -17,6 +17,7 @@ from aiohttp import web
 from steelyard.clock import Clock
 from steelyard.coordinator import protocol as p
 from steelyard.coordinator.capability import Capability, CapabilityRing, Role
+from steelyard.coordinator.description import RUN_PATH, RunDescription
 from steelyard.coordinator.service import Coordinator
 from steelyard.coordinator.sessions import OpenCall, Outcome, Perform, Session, Sessions, Uncommitted
 from steelyard.coordinator.trainer_service import perform
@@ -79,6 +80,7 @@ class CoordinatorServer:
         counters: ``coordinator.http.<status>`` counts requests that failed as a whole, ``coordinator.key.<reason>``
             keys that were refused, ``coordinator.repeated`` calls that had come before.
         port: 0 takes a free one, which :meth:`start` returns.
+        description: what whoever has a key may know of the run; None says nothing of it.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class CoordinatorServer:
         port: int = 0,
         limits: ServerLimits | None = None,
         roles: frozenset[Role] = frozenset(Role),
+        description: RunDescription | None = None,
     ) -> None:
         self._coordinator = coordinator
         self._worker_calls = coordinator.worker_calls
@@ -115,6 +118,9 @@ class CoordinatorServer:
             ("POST", p.CALLS_PATH): self._calls,
             ("GET", p.HEALTH_PATH): self._health,
         }
+        self._description = description
+        if description is not None:
+            self._endpoints["GET", RUN_PATH] = self._run
 
     async def start(self) -> str:
         """Listen; returns the base URL, without a path.
@@ -160,6 +166,12 @@ class CoordinatorServer:
     async def _health(self, _: web.BaseRequest) -> web.Response:
         body = msgspec.json.encode({"status": "ok", "protocol": p.PROTOCOL_VERSION})
         return web.Response(body=body, content_type="application/json")
+
+    async def _run(self, request: web.BaseRequest) -> web.Response:
+        _require_version(request.headers.get(p.VERSION_HEADER))
+        self._holder(request)
+        assert self._description is not None, "the endpoint is there only with a description"
+        return _packed(self._description)
 
     async def _unknown(self, request: web.BaseRequest) -> web.Response:
         known = " or ".join(f"{method} {path}" for method, path in self._endpoints)

@@ -18,6 +18,7 @@ from pathlib import Path
 from steelyard.clock import Clock, SystemClock
 from steelyard.config import Config
 from steelyard.coordinator.admission import evaluating
+from steelyard.coordinator.capability import CapabilityRing
 from steelyard.coordinator.service import Coordinator
 from steelyard.environments.base import Environment
 from steelyard.environments.base import Services as EnvironmentServices
@@ -30,16 +31,20 @@ from steelyard.inference.router import Router
 from steelyard.observe.rows import EvaluationLabel, StageName
 from steelyard.processes.faults import FaultPlan, fault_hook
 from steelyard.processes.supervision import supervise, task_group
+from steelyard.run.blob_place import keep_logs
 from steelyard.run.coordinators import open_coordinator, serving_others
+from steelyard.run.describing import describe_run
 from steelyard.run.directory import RunDirectory
 from steelyard.run.evaluation import Evaluator
 from steelyard.run.journals import open_journal, open_journal_reader
 from steelyard.run.news import News
 from steelyard.run.processes import Children, stopping
-from steelyard.run.recovery import replay, starting_point, sweep, sweep_traces
+from steelyard.run.recovery import replay, starting_point, sweep
 from steelyard.run.rollouts import RolloutSide
 from steelyard.run.scratch import scratch_folder
+from steelyard.run.secret import run_secret
 from steelyard.run.stores import Stores
+from steelyard.run.sweeping import held_attempts, sweep_blobs
 from steelyard.run.training import TrainingLoop
 from steelyard.run.versions import VersionKeeper
 from steelyard.sandbox.function_calls import run_function_calls
@@ -87,7 +92,9 @@ async def run_control(context: RunContext) -> None:
         await sweep(foundation.coordinator, context.directory, foundation.stores)
         if context.config.journal.kind != "memory":
             journal = open_journal_reader(context.config, context.directory)
-            await sweep_traces(journal, foundation.stores.traces, foundation.clock.now_s())
+            live = held_attempts(foundation.coordinator.state)
+            now_s, min_age_s = foundation.clock.now_s(), context.config.blobs.max_upload_s
+            await sweep_blobs(journal, live, foundation.stores, now_s=now_s, min_age_s=min_age_s)
         await Control(context, foundation).run()
 
 
@@ -96,8 +103,10 @@ async def _lay_foundation(context: RunContext, stack: AsyncExitStack) -> Foundat
     config, directory = context.config, context.directory
     clock, ids, fault = SystemClock(), RandomIds(), fault_hook(context.fault, "control")
     directory.make_folders()
-    stores = Stores.open(directory, fault)
+    stores = Stores.open(directory, fault, config.blobs)
     stack.push_async_callback(stores.close)
+    if stores.objects is not None:
+        stack.push_async_callback(keep_logs, stores.objects, directory, config.blobs.call_deadline_s)
     stores.versions.sweep()
     services = EnvironmentServices(run_function=run_function_calls, call_deadline_s=config.sandbox.call_deadline_s)
     environment = make_environment(config.environment.kind, config.environment.options, services)
@@ -151,7 +160,11 @@ class Control:
     async def _run(self) -> None:
         context, base = self._context, self._base
         context.news.stage(StageName.START)
-        async with RolloutSide(context.config, base.environment, base.children, context.news) as rollouts:
+        config, directory, counters = context.config, context.directory, context.news.counters
+        # Keys of workers elsewhere are the coordinator's, at the gateway too.
+        keys = None if config.coordinator.port is None else CapabilityRing(run_secret(directory))
+        description = describe_run(config, base.environment, directory)
+        async with RolloutSide(config, base.environment, base.children, context.news, keys) as rollouts:
             trainer, engines = await self._start_children()
             router = Router(engines)
             versions = self._keeper(trainer, router)
@@ -159,12 +172,10 @@ class Control:
             await self._bring_weights_up(trainer, versions)
             async with (
                 rollouts.serving(base, router, self._model_dir()) as serving,
-                serving_others(
-                    context.config, context.directory, base.coordinator, base.clock, context.news.counters
-                ) as url,
+                serving_others(config, directory, base.coordinator, base.clock, counters, description) as url,
             ):
                 if url is not None:
-                    context.news.note(f"workers and scorers elsewhere join at {url}")
+                    context.news.note(f"workers and scorers elsewhere join at {url}, gateway {serving.gateway_url}")
                 await supervise(
                     *serving.loops(),
                     versions.run(),

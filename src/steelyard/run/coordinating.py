@@ -25,13 +25,14 @@ from steelyard.coordinator.capability import Role
 from steelyard.coordinator.protocol import PROTOCOL_VERSION
 from steelyard.coordinator.service import Coordinator
 from steelyard.durable import storage_errors
-from steelyard.environments.base import Services
+from steelyard.environments.base import Environment, Services
 from steelyard.environments.registry import make_environment
 from steelyard.ids import RandomIds
 from steelyard.log import log_to_file
 from steelyard.metrics import Counters
 from steelyard.processes.supervision import end_all
 from steelyard.run.coordinators import open_coordinator, serving
+from steelyard.run.describing import describe_run
 from steelyard.run.directory import RunDirectory, RunLock, existing_directory, new_directory, write_config
 from steelyard.run.journals import check_journal, open_journal, require_new_journal
 from steelyard.sandbox.function_calls import run_function_calls
@@ -97,21 +98,30 @@ async def _serve_until_failure(config: Config, directory: RunDirectory, say: Say
     """Returns never: it is cancelled, or raises what the run failed with."""
     clock, counters = SystemClock(), Counters()
     async with AsyncExitStack() as stack:
-        coordinator = await _open(config, directory, clock, counters, say, stack)
-        url = await stack.enter_async_context(serving(config, directory, coordinator, clock, counters, frozenset(Role)))
+        environment = make_environment(
+            config.environment.kind, config.environment.options, Services(run_function=run_function_calls)
+        )
+        coordinator = await _open(config, directory, environment, clock, counters, say, stack)
+        description = describe_run(config, environment, directory)
+        url = await stack.enter_async_context(
+            serving(config, directory, coordinator, clock, counters, frozenset(Role), description)
+        )
         say(f"the coordinator of {directory.path} listens at {url} (protocol {PROTOCOL_VERSION})")
         say(f"a key for a worker, scorer, trainer or operator: steelyard key {directory.path} ROLE NAME")
         raise await coordinator.failed()
 
 
 async def _open(
-    config: Config, directory: RunDirectory, clock: Clock, counters: Counters, say: Say, stack: AsyncExitStack
+    config: Config,
+    directory: RunDirectory,
+    environment: Environment,
+    clock: Clock,
+    counters: Counters,
+    say: Say,
+    stack: AsyncExitStack,
 ) -> Coordinator:
     """The coordinator on its journal; what is opened is closed by ``stack``."""
     directory.make_folders()
-    environment = make_environment(
-        config.environment.kind, config.environment.options, Services(run_function=run_function_calls)
-    )
     journal = open_journal(config, directory, wait_s=_STANDBY_S)
     stack.push_async_callback(journal.close)  # also where the coordinator does not come to own it
     if config.journal.kind == "postgres":

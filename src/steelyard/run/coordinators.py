@@ -9,6 +9,7 @@ from steelyard.clock import Clock
 from steelyard.config import Config
 from steelyard.coordinator.capability import CapabilityRing, Role
 from steelyard.coordinator.core import OpenTraces
+from steelyard.coordinator.description import RunDescription
 from steelyard.coordinator.journal.base import Journal
 from steelyard.coordinator.records import CoordinatorSettings
 from steelyard.coordinator.server import CoordinatorServer
@@ -74,6 +75,7 @@ async def serving(
     clock: Clock,
     counters: Counters,
     roles: frozenset[Role],
+    description: RunDescription,
 ) -> AsyncIterator[str]:
     """Serve a coordinator on the port of the configuration; gives the URL, which is also in ``coordinator.url``.
 
@@ -89,6 +91,7 @@ async def serving(
         host=config.coordinator.host,
         port=config.coordinator.port or 0,
         roles=roles,
+        description=description,
     )
     url = await server.start()
     try:
@@ -103,7 +106,12 @@ async def serving(
 
 @asynccontextmanager
 async def serving_others(
-    config: Config, directory: RunDirectory, coordinator: Coordinator, clock: Clock, counters: Counters
+    config: Config,
+    directory: RunDirectory,
+    coordinator: Coordinator,
+    clock: Clock,
+    counters: Counters,
+    description: RunDescription,
 ) -> AsyncIterator[str | None]:
     """Let workers and scorers elsewhere join a run that has its own; gives the URL, None where nobody is served.
 
@@ -116,5 +124,5 @@ async def serving_others(
         yield None
         return
     roles = frozenset(Role) - {Role.TRAINER}
-    async with serving(config, directory, coordinator, clock, counters, roles) as url:
+    async with serving(config, directory, coordinator, clock, counters, roles, description) as url:
         yield url

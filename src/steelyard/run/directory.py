@@ -5,7 +5,7 @@
     runs/<name>-<NNN>/
       config.yaml  journal.sqlite  journal.sqlite.snapshots/  traces/  artifacts/  batches/  weights/v000000/
       checkpoints/step-000000/  metrics.jsonl  log.jsonl  logs/  sandboxes/  report.html  run.lock
-      coordinator.secret  coordinator.url
+      coordinator.secret  coordinator.url  gateway.url
 """
 
 import errno
@@ -19,6 +19,7 @@ from typing import Self
 
 from steelyard import config_file
 from steelyard.config import Config
+from steelyard.durable import storage_errors
 from steelyard.errors import RunDirectoryError, StorageFailed
 
 _RUNS = Path("runs")
@@ -92,6 +93,11 @@ class RunDirectory:
         return self.path / "coordinator.url"
 
     @property
+    def gateway_url(self) -> Path:
+        """Where the gateway was last reached, for commands on this machine."""
+        return self.path / "gateway.url"
+
+    @property
     def recorded(self) -> Path:
         """What gateways outside the control process recorded, in a file for each attempt."""
         return self.traces / "recorded"
@@ -99,6 +105,17 @@ class RunDirectory:
     @property
     def lock(self) -> Path:
         return self.path / "run.lock"
+
+    def note_gateway(self, url: str) -> None:
+        """Write down where the gateway is; whoever reads it sees all of it.
+
+        Raises:
+            StorageFailed: the disk refuses.
+        """
+        with storage_errors(str(self.gateway_url)):
+            temporary = self.gateway_url.with_suffix(".url.tmp")
+            temporary.write_text(url + "\n", encoding="ascii")
+            temporary.rename(self.gateway_url)
 
     def version(self, version: int) -> Path:
         """Directory of a policy version."""

@@ -27,6 +27,7 @@ from steelyard.observe.progress import RunPlan
 from steelyard.observe.report import ReportInput, installed_versions, write_report
 from steelyard.observe.rows import StageName, read_rows
 from steelyard.processes.faults import FaultPlan
+from steelyard.run.blob_place import check_place, with_own_folder
 from steelyard.run.control import RunContext, run_control
 from steelyard.run.directory import RunDirectory, RunLock, existing_directory, new_directory, write_config
 from steelyard.run.evaluation import num_planned
@@ -59,7 +60,9 @@ def start(config: Config, *, cache_dir: Path, fault: FaultPlan | None = None) ->
         RunError: the run failed and can be resumed.
     """
     check_environment(config)
+    check_place(config.blobs)
     directory = new_directory(config.run.name, config.run.dir)
+    config = with_own_folder(config, directory)
     with RunLock(directory):
         require_new_journal(config, directory)
         write_config(config, directory)

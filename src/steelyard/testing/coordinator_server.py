@@ -84,6 +84,10 @@ class ServedRig:
         await self.rig.open()
         await self._serve()
 
+    async def stop_server(self) -> None:
+        """The server stops, as at the end of a run; clients and proxy are still there."""
+        await self._server.stop()
+
     async def stop(self) -> None:
         """Clients, proxy and server are closed; the rig is not."""
         for client in self._clients:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from steelyard.errors import Refused
-from steelyard.traces.blobs import storage_failed
+from steelyard.traces.durable_writer import storage_failed
 from steelyard.traces.sealed import trace_path
 
 _ENDED = b"ended"
