@@ -17,6 +17,7 @@ from steelyard.coordinator.trainer_link import TrainerLink
 from steelyard.errors import Refused
 from steelyard.ids import RandomIds
 from steelyard.metrics import Counters
+from steelyard.testing.postgres import PostgresServer
 from steelyard.testing.rehearsal import Foreground
 from steelyard.testing.run_rig import make_manifest, make_proof
 from steelyard.testing.small_runs import command, journal_events, write_small_config
@@ -43,11 +44,17 @@ def key_of(run: Path, role: str, name: str, capsys: pytest.CaptureFixture[str]) 
     return capsys.readouterr().out.strip()
 
 
-def ask(run: Path, key: str, question: Callable[[CoordinatorClient], Awaitable[object]]) -> object:
+def url_of(run: Path) -> str:
+    return (run / "coordinator.url").read_text().strip()
+
+
+def ask(run: Path, key: str, question: Callable[[CoordinatorClient], Awaitable[object]], *other_urls: str) -> object:
+    """Ask the coordinator; ``other_urls`` are tried before its own."""
+
     async def asked() -> object:
-        url = (run / "coordinator.url").read_text().strip()
+        urls = (*other_urls, url_of(run))
         async with (
-            CoordinatorClient(url, key, ids=RandomIds(), counters=Counters(), draw=random.Random(0)) as client,
+            CoordinatorClient(urls, key, ids=RandomIds(), counters=Counters(), draw=random.Random(0)) as client,
             asyncio.timeout(DEADLINE_S),
         ):
             return await question(client)
@@ -104,6 +111,36 @@ def test_a_trainer_that_gives_up_ends_the_coordinator_which_can_be_started_again
         ask(run, trainer, lambda client: TrainerLink(client).fail("no memory left"))
         assert serving.wait(DEADLINE_S) == EXIT_RUN_FAILED
         assert serving.stderr == "steelyard: trainer t1 cannot go on: no memory left\n"
+
+
+@pytest.mark.timeout(180)
+def test_on_postgres_a_second_coordinator_stands_by_and_goes_on_when_the_first_is_killed(
+    tmp_path: Path, postgres: PostgresServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, config = tmp_path / "run", write_config(tmp_path)
+    journal = ("journal.kind=postgres", f"journal.url={postgres.new_database()}", "journal.name=a", "journal.lease_s=2")
+    with start(config, tmp_path, *journal) as first:
+        first.wait_for(f"steelyard key {run} ROLE NAME")
+        ask(run, key_of(run, "trainer", "t1", capsys), publish_first)
+        worker, first_url = key_of(run, "worker", "w1", capsys), url_of(run)
+        leases = ask(run, worker, lambda client: client.lease("w1", 2, 0.0))
+        with Foreground(command("coordinator", run), tmp_path / "second") as second:
+            second.wait_for("standing by until its lease ends")
+            first.send(signal.SIGKILL)
+            second.wait_for("listens at http://127.0.0.1:")
+            assert url_of(run) != first_url
+            # A new client has started none of them: what was leased before is handed out again, not leased anew.
+            again = ask(run, worker, lambda client: client.lease("w1", 2, 0.0), first_url)
+            assert attempts(again) == attempts(leases)
+            second.send(signal.SIGTERM)
+            assert second.wait(DEADLINE_S) == EXIT_DONE
+    assert main(["doctor", str(run)]) == EXIT_DONE
+    assert "worker w1" in capsys.readouterr().out
+
+
+def attempts(leases: object) -> list[str]:
+    assert isinstance(leases, tuple)
+    return [lease.attempt_id for lease in leases]
 
 
 @pytest.mark.timeout(120)

@@ -137,7 +137,10 @@ class Core:
             self.emit(effect)
 
     def begin(self, run_id: str, seed: int, config_digest: str) -> None:
-        """Record that the run starts, or that it is taken over, and what it is held to from now on."""
+        """Record that the run starts, or that it is taken over, and what it is held to from now on.
+
+        A finished run stays finished: whoever was not told yet is told so.
+        """
         at_s, rules, budgets = self.now_s(), self.settings.rules, self.settings.budgets
         if self.state.run is None:
             self.record(
@@ -145,8 +148,13 @@ class Core:
                     at_s=at_s, run_id=run_id, seed=seed, config_digest=config_digest, rules=rules, budgets=budgets
                 )
             )
-        else:
+        elif not self.state.run.is_finished:
             self.record(RunResumed(at_s=at_s, config_digest=config_digest, rules=rules, budgets=budgets))
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has ended; nothing is recorded then."""
+        return self.state.run is not None and self.state.run.is_finished
 
     def emit(self, effect: Effect) -> None:
         """Hand an effect to the parts at once and to listeners once it is committed."""

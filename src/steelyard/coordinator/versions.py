@@ -85,6 +85,8 @@ class Versions:
 
     def release(self) -> None:
         """Let go of versions that nobody samples from any more."""
+        if self._core.is_finished:
+            return
         for number in admission.releasable(self._core.state, frozenset(+self._reading)):
             self._core.record(e.VersionReleased(at_s=self._core.now_s(), version=number))
 

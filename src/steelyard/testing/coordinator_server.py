@@ -120,6 +120,18 @@ class ServedRig:
         chosen = {self.proxy.num_requests + number for number in numbers}
         self.proxy.plan = lambda number: fault if number in chosen else Fault.NONE
 
+    def misbehave(self, seed: int, *, restart_frac: float) -> None:
+        """From now on half of the requests meet a fault, and before some of them the coordinator restarts."""
+        draw = random.Random(seed)
+        faults = (Fault.NONE, Fault.LOSE_ANSWER, Fault.LOSE_REQUEST, Fault.TWICE)
+        self.proxy.plan = lambda _: draw.choices(faults, (3, 1, 1, 1))[0]
+
+        async def restart(_: int) -> None:
+            if draw.random() < restart_frac:
+                await self.restart()
+
+        self.proxy.before_pass_on = restart
+
     async def _serve(self) -> None:
         self._server = CoordinatorServer(
             self.rig.coordinator, self.keys, clock=self.rig.clock, counters=self.counters, limits=self._limits

@@ -97,6 +97,25 @@ def test_steps_are_taken_over_http_and_each_call_has_one_effect_whatever_is_lost
     assert serve(scene).audit().is_passed
 
 
+@pytest.mark.parametrize("restart_frac", [0.0, 0.1])
+@pytest.mark.parametrize("seed", range(5))
+def test_steps_are_taken_once_over_a_network_that_loses_and_a_coordinator_that_dies(
+    seed: int, restart_frac: float
+) -> None:
+    async def scene(served: ServedRig) -> None:
+        link = await served.trainer()
+        served.misbehave(seed, restart_frac=restart_frac)
+        for _ in range(3):
+            await take_step(served, link, _at_once)
+        await link.finish("done")
+        served.proxy.plan = lambda _: Fault.NONE
+        for kind, number in ((e.StepBegun, 3), (e.VersionPublished, 4), (e.Checkpointed, 3), (e.RunFinished, 1)):
+            assert len(await events_of(served, kind)) == number, kind
+        assert served.client_counters.read()["coordinator_client.retried"] > 0
+
+    assert serve(scene).audit().is_passed
+
+
 def test_every_report_is_answered_the_same_again_after_a_restart_and_adds_no_event() -> None:
     async def scene(served: ServedRig) -> None:
         link = await served.trainer()

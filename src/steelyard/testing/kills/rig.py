@@ -190,7 +190,7 @@ class KillRig:
             "admission": {"max_tail_wait_s": 20.0, "max_drop_frac": 0.9},
             "scoring": {"deadline_s": 1.0, "max_attempts": 8},
             "train": {"batch_size": 8, "max_steps": 1_000_000},
-            "journal": {"snapshot_every_events": 2_000, **self._plan.journal},
+            "journal": {"snapshot_every_events": 300, **self._plan.journal},
         }
         self._config.write_text(yaml.safe_dump(tree), encoding="utf-8")
 
