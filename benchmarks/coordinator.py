@@ -43,6 +43,7 @@ from steelyard.coordinator.server import CoordinatorServer
 from steelyard.coordinator.service import Coordinator
 from steelyard.ids import RandomIds
 from steelyard.metrics import Counters
+from steelyard.processes.garbage import collect_rarely
 from steelyard.tasks.sampler import ShuffledStream
 from steelyard.testing.run_rig import make_manifest, make_proof, make_score
 from steelyard.types import ArtifactReport, EndReason, Lease, Sampling, SealedTrace
@@ -97,6 +98,7 @@ async def serve(pipe: Connection, path: Path, num_rollouts: int) -> None:
     await coordinator.loaded(make_proof(manifest))
     await coordinator.ready(0)
     server = CoordinatorServer(coordinator, CapabilityRing(SECRET), clock=clock, counters=Counters())
+    collect_rarely()
     pipe.send(await server.start())
     num_events, num_commits, cpu_s = coordinator.state.num_events, journal.num_commits, time.process_time()
     await asyncio.get_running_loop().run_in_executor(None, pipe.recv)

@@ -62,8 +62,11 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     attempts, ``budget_tokens`` sampled over all its attempts (lost ones included; looked at between attempts), or
     ``budget_s`` seconds from its admission to its end, waiting included, which is the system's time and not the
     policy's. None: no limit.
+
+    ``num_workers`` 0: the run has no harness of its own, only workers elsewhere run attempts (``steelyard worker``).
     """
 
+    num_workers: int = 1
     group_size: int = 8
     max_turns: int = 6
     max_tokens: int = 128
@@ -167,7 +170,10 @@ class SandboxConfig(Section, frozen=True, kw_only=True):
 
 
 class ScoringConfig(Section, frozen=True, kw_only=True):
-    """Graders run in their own processes, which can be killed; each grades ``concurrency`` artifacts at a time."""
+    """Graders run in their own processes, which can be killed; each grades ``concurrency`` artifacts at a time.
+
+    ``num_workers`` 0: the run has no graders of its own, only scorers elsewhere grade (``steelyard scorer``).
+    """
 
     num_workers: int = 1
     concurrency: int = 8
@@ -188,11 +194,46 @@ class JournalConfig(Section, frozen=True, kw_only=True):
 
     A snapshot of the state is written every ``snapshot_every_events`` committed events, and when a run ends; a resume
     replays only what came after the newest one.
+
+    For ``postgres``, ``url`` is a connection URL of libpq without a password, which belongs into libpq's password file;
+    ``name`` tells the journals of one database apart; ``lease_s`` is how long after the writer's last renewal another
+    process may take its place. See docs/journal.md.
     """
 
-    kind: Literal["memory", "sqlite"] = "sqlite"
+    kind: Literal["memory", "sqlite", "postgres"] = "sqlite"
+    url: str | None = None
+    name: str | None = None
+    lease_s: float = 10.0
     group_commit_s: float = 0.002
     snapshot_every_events: int = 50_000
+
+
+class CoordinatorConfig(Section, frozen=True, kw_only=True):
+    """Where workers, scorers and trainers on other machines reach the coordinator; see docs/protocol.md.
+
+    ``port`` null: a run of ``train`` serves nobody else, and ``steelyard coordinator`` takes a free port, as for 0.
+    Only loopback unless said otherwise.
+    """
+
+    host: str = "127.0.0.1"
+    port: int | None = None
+
+
+class BlobsConfig(Section, frozen=True, kw_only=True):
+    """Where sealed traces, artifacts and logs are kept; see docs/blobs.md.
+
+    ``url`` None is the run directory. ``s3://bucket/prefix`` and ``file:///folder`` are places for many runs: each gets
+    a folder of its own in it. ``endpoint_url`` is that of a server that speaks S3, None is Amazon's. Credentials are
+    never given here: they come from where the S3 library looks for them (environment, ``~/.aws``).
+    One call may take ``call_deadline_s``, an upload with all its tries ``max_upload_s``.
+    """
+
+    url: str | None = None
+    endpoint_url: str | None = None
+    region: str | None = None
+    call_deadline_s: float = 10.0
+    max_upload_s: float = 60.0
+    max_tries: int = 5
 
 
 class AllocationConfig(Section, frozen=True, kw_only=True):
@@ -248,6 +289,8 @@ class Config(Section, frozen=True, kw_only=True):
     scoring: ScoringConfig = ScoringConfig()
     weights: WeightsConfig = WeightsConfig()
     journal: JournalConfig = JournalConfig()
+    coordinator: CoordinatorConfig = CoordinatorConfig()
+    blobs: BlobsConfig = BlobsConfig()
     allocation: AllocationConfig = AllocationConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     eval: EvalConfig = EvalConfig()

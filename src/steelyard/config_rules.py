@@ -4,10 +4,16 @@ Each rule says what must hold and what came instead, and what would fit where th
 """
 
 import math
+import re
 from collections.abc import Iterator
+from urllib.parse import parse_qsl, urlsplit
 
-from steelyard.config import Config
+from steelyard.config import BlobsConfig, Config, JournalConfig
 from steelyard.errors import ConfigError
+
+_NAME = r"[A-Za-z0-9_-][A-Za-z0-9_.-]*"
+_BLOBS_URL = re.compile(rf"s3://[a-z0-9][a-z0-9.-]{{1,61}}[a-z0-9](/{_NAME})*/?|file://(/{_NAME})+/?")
+_MAX_NAME_CHARS = 200
 
 
 def check(config: Config) -> None:
@@ -25,6 +31,9 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _ranges(config)
     yield from _batch_arithmetic(config)
     yield from _room(config)
+    yield from _workers(config)
+    yield from _blobs(config.blobs)
+    yield from _journal(config.journal)
     yield from _not_available(config)
 
 
@@ -33,6 +42,7 @@ def _minimums(config: Config) -> Iterator[str]:
         "resources.rollout_gpus": (config.resources.rollout_gpus, 1),
         "resources.train_gpus": (config.resources.train_gpus, 1),
         "resources.reward_gpus": (config.resources.reward_gpus, 0),
+        "rollout.num_workers": (config.rollout.num_workers, 0),
         "rollout.group_size": (config.rollout.group_size, 2),
         "rollout.max_turns": (config.rollout.max_turns, 1),
         "rollout.max_tokens": (config.rollout.max_tokens, 1),
@@ -60,13 +70,16 @@ def _minimums(config: Config) -> Iterator[str]:
         "sandbox.max_disk_bytes": (config.sandbox.max_disk_bytes, config.sandbox.max_file_bytes),
         "sandbox.num_warm": (config.sandbox.num_warm, 0),
         "sandbox.max_alive": (config.sandbox.max_alive, max(1, config.sandbox.num_warm)),
-        "scoring.num_workers": (config.scoring.num_workers, 1),
+        "scoring.num_workers": (config.scoring.num_workers, 0),
         "scoring.concurrency": (config.scoring.concurrency, 1),
         "scoring.max_attempts": (config.scoring.max_attempts, 1),
+        "blobs.max_tries": (config.blobs.max_tries, 1),
         "journal.snapshot_every_events": (config.journal.snapshot_every_events, 1),
+        "journal.lease_s": (config.journal.lease_s, 1),
         "eval.num_tasks": (config.eval.num_tasks, 0),
         "eval.num_unseen_templates": (config.eval.num_unseen_templates, 0),
         "gateway.port": (config.gateway.port, 0),
+        "coordinator.port": (config.coordinator.port or 0, 0),
     }
     for name, (value, minimum) in at_least.items():
         if not value >= minimum:
@@ -88,6 +101,8 @@ def _ranges(config: Config) -> Iterator[str]:
         "weights.load_deadline_s": config.weights.load_deadline_s,
         "runtime.start_deadline_s": config.runtime.start_deadline_s,
         "runtime.stop_deadline_s": config.runtime.stop_deadline_s,
+        "blobs.call_deadline_s": config.blobs.call_deadline_s,
+        "blobs.max_upload_s": config.blobs.max_upload_s,
         "inference.probe_tolerance": config.inference.probe_tolerance,
     }
     if config.rollout.budget_s is not None:
@@ -107,6 +122,8 @@ def _ranges(config: Config) -> Iterator[str]:
         yield f"train.final_rate_frac must be >= 0 and <= 1, got {config.train.final_rate_frac}"
     if config.gateway.port > 65_535:
         yield f"gateway.port must be <= 65535, got {config.gateway.port}"
+    if (config.coordinator.port or 0) > 65_535:
+        yield f"coordinator.port must be <= 65535, got {config.coordinator.port}"
     if not 0 <= config.algorithm.clip_low < 1:
         yield f"algorithm.clip_low must be >= 0 and < 1, got {config.algorithm.clip_low}"
 
@@ -145,6 +162,67 @@ def _room(config: Config) -> Iterator[str]:
         )
 
 
+def _workers(config: Config) -> Iterator[str]:
+    for name, number in (
+        ("rollout.num_workers", config.rollout.num_workers),
+        ("scoring.num_workers", config.scoring.num_workers),
+    ):
+        if number == 0 and config.coordinator.port is None:
+            yield f"coordinator.port must be set where {name} is 0: somebody elsewhere must do the work, got null"
+
+
+def _blobs(blobs: BlobsConfig) -> Iterator[str]:
+    """Passwords are looked for first, so that no message repeats one."""
+    for name, url in (("blobs.url", blobs.url), ("blobs.endpoint_url", blobs.endpoint_url)):
+        if url is not None and "@" in url:
+            yield f"{name} must hold no credentials, got a URL with @: the S3 library has its own places for them"
+    if blobs.url is not None and not _BLOBS_URL.fullmatch(blobs.url):
+        yield f"blobs.url must be null, s3://bucket/prefix or file:///folder, got {blobs.url}"
+    is_s3 = blobs.url is not None and blobs.url.startswith("s3:")
+    for name, value in (("blobs.endpoint_url", blobs.endpoint_url), ("blobs.region", blobs.region)):
+        if value is not None and not is_s3:
+            yield f"{name} must be null unless blobs.url is s3://..., got {value}"
+    if blobs.endpoint_url is not None and not re.fullmatch(r"https?://[^/\s?#]+/?", blobs.endpoint_url):
+        yield f"blobs.endpoint_url must look like https://host:port, got {blobs.endpoint_url}"
+    if blobs.max_upload_s < blobs.call_deadline_s:
+        yield f"blobs.max_upload_s must be >= blobs.call_deadline_s ({blobs.call_deadline_s}), got {blobs.max_upload_s}"
+
+
+def _journal(journal: JournalConfig) -> Iterator[str]:
+    given = {"journal.url": journal.url, "journal.name": journal.name}
+    if journal.kind != "postgres":
+        for name, value in given.items():
+            if value is not None:
+                yield f"{name} must be unset unless journal.kind is postgres, got journal.kind {journal.kind}"
+        return
+    for name, value in given.items():
+        if not value:
+            yield f"{name} must be given with journal.kind postgres, got none"
+    if journal.name is not None and not (len(journal.name) <= _MAX_NAME_CHARS and journal.name.isprintable()):
+        yield f"journal.name must be at most {_MAX_NAME_CHARS} printable characters, got {journal.name[:80]!r}"
+    if not math.isfinite(journal.lease_s):
+        yield f"journal.lease_s must be a finite number >= 1, got {journal.lease_s}"
+    yield from _journal_url(journal.url or "")
+
+
+def _journal_url(url: str) -> Iterator[str]:
+    """The value is never shown: a fault in it could be a password in the wrong place."""
+    try:
+        parts = urlsplit(url)
+        secrets = {"password", "sslpassword"} & {key for key, _ in parse_qsl(parts.query, keep_blank_values=True)}
+        is_secret = bool(secrets) or parts.password is not None
+    except ValueError:
+        yield "journal.url must be a URL, such as postgresql://me@host/runs, got one that cannot be read"
+        return
+    if is_secret:
+        yield (
+            "journal.url must not hold a password, for it is kept in config.yaml and shown in reports; "
+            "put it into libpq's password file: ~/.pgpass, or passfile=PATH in the URL"
+        )
+    elif parts.scheme not in ("postgresql", "postgres"):
+        yield "journal.url must begin with postgresql://, got another beginning"
+
+
 def _not_available(config: Config) -> Iterator[str]:
     if config.runtime.kind != "local":
         yield f"runtime.kind must be local in this version, got {config.runtime.kind}"
@@ -158,5 +236,7 @@ def _not_available(config: Config) -> Iterator[str]:
         yield f"resources.total_gpus must be unset in this version, got {config.resources.total_gpus}"
     if config.model.reward is not None:
         yield f"model.reward must be unset in this version, got {config.model.reward}"
+    if config.rollout.num_workers > 1:
+        yield f"rollout.num_workers must be 0 or 1 in this version, got {config.rollout.num_workers}"
     if config.scheduler.enabled:
         yield "scheduler.enabled must be false in this version, got true"

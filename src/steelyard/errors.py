@@ -12,6 +12,7 @@
     |   |- DeadlineExceeded  a wait ran out; names who was waited for
     |   |- SandboxLost       a sandbox is gone or cannot be started; says whether the program did it
     |   |- StorageFailed     a disk or store refused a write (full, read-only, gone)
+    |   |   `- JournalFenced another writer has taken the journal over; this process must end
     |   `- RemoteFailed      the other side of a call answered with an error
     |- Refused               a fenced, late, double or unknown message; counted, never applied
     |- IllegalTransition     an event that the transition table does not have
@@ -96,6 +97,10 @@ class SandboxLost(RunError):
 
 class StorageFailed(RunError):
     """A disk or store refused a write."""
+
+
+class JournalFenced(StorageFailed):
+    """Another writer has taken the journal over. This process must end, and can append nothing more."""
 
 
 class RemoteFailed(RunError):

@@ -3,14 +3,18 @@
 Order always comes from numbers (steps, versions, attempt numbers), never from ids.
 """
 
+import base64
+import os
 import random
 import secrets
 from typing import Literal, Protocol
 
 IdKind = Literal["run", "grp", "rol", "att", "req", "call", "score", "load", "wrk", "rep", "ses"]
 
-_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
-_NUM_CHARS = 16
+_OURS = bytes.maketrans(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ234567", b"0123456789abcdefghjkmnpqrstvwxyz")
+_NUM_BYTES = 10
+# Each call of the operating system lets go of the interpreter, and another thread may keep it for milliseconds.
+_IDS_PER_DRAW = 64
 
 
 class IdSource(Protocol):
@@ -22,10 +26,18 @@ class IdSource(Protocol):
 
 
 class RandomIds:
-    """Ids with 80 random bits from the operating system; for real runs."""
+    """Ids with 80 random bits from the operating system; for real runs. A forked process draws its own."""
+
+    def __init__(self) -> None:
+        self._process_id = os.getpid()
+        self._drawn = b""
 
     def new(self, kind: IdKind) -> str:
-        return f"{kind}_{_encode(secrets.randbits(5 * _NUM_CHARS))}"
+        if not self._drawn or self._process_id != os.getpid():
+            self._process_id = os.getpid()
+            self._drawn = secrets.token_bytes(_NUM_BYTES * _IDS_PER_DRAW)
+        drawn, self._drawn = self._drawn[:_NUM_BYTES], self._drawn[_NUM_BYTES:]
+        return f"{kind}_{_encode(drawn)}"
 
 
 class SeededIds:
@@ -35,12 +47,9 @@ class SeededIds:
         self._random = random.Random(seed)
 
     def new(self, kind: IdKind) -> str:
-        return f"{kind}_{_encode(self._random.getrandbits(5 * _NUM_CHARS))}"
+        return f"{kind}_{_encode(self._random.getrandbits(8 * _NUM_BYTES).to_bytes(_NUM_BYTES, 'big'))}"
 
 
-def _encode(number: int) -> str:
-    chars = []
-    for _ in range(_NUM_CHARS):
-        number, digit = divmod(number, len(_ALPHABET))
-        chars.append(_ALPHABET[digit])
-    return "".join(chars)
+def _encode(drawn: bytes) -> str:
+    """16 characters of 5 bits each, those of the lowest bits first."""
+    return base64.b32encode(drawn).translate(_OURS)[::-1].decode("ascii")

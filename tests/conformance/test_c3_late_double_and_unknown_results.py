@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from steelyard.coordinator.transitions import RolloutState
+from steelyard.testing.coordinator_server import ServedRig, serve
 from steelyard.testing.run_rig import SCORER, WORKER, RunRig, make_score, make_settings, play, refusal_of
 from steelyard.types import ArtifactReport, AttemptFailure, Outcome
 
@@ -126,3 +127,29 @@ def test_c3_whatever_was_refused_the_books_close_and_the_audit_passes() -> None:
         await rig.coordinator.close()
 
     asyncio.run(scenario())
+
+
+def test_c3_the_same_over_http_where_a_worker_and_a_stranger_report_them() -> None:
+    async def scene(served: ServedRig) -> None:
+        worker, stranger = await served.worker(), await served.worker("wrk_stranger")
+        (first,) = await worker.lease(worker.worker_id, 1, 0.0)
+        late_report = served.rig.seal(first)
+        served.rig.clock.advance(served.rig.settings.lease_s + 1)
+        assert await worker.heartbeat(worker.worker_id, {first.attempt_id: 1}) == (first.attempt_id,)
+        served.rig.clock.advance(served.rig.settings.max_backoff_s)
+        (second,) = await worker.lease(worker.worker_id, 1, 0.0)
+        good = served.rig.seal(second)
+        assert await refusal_of(stranger.artifact_ready(good)) == "foreign"
+        await worker.artifact_ready(good)
+        num_events = served.rig.coordinator.state.num_events
+        other = msgspec.structs.replace(good, artifact_digest="0" * 32)
+        nobodys = msgspec.structs.replace(good, attempt_id="att_nobody")
+        refused = [await refusal_of(worker.artifact_ready(report)) for report in (late_report, other, nobodys)]
+        assert refused == ["expired", "double", "unknown"]
+        assert served.rig.coordinator.state.num_events == num_events, "nothing is written of them"
+        counts = served.rig.coordinator.counters.read()
+        assert [counts[f"refused.{reason}"] for reason in ("foreign", *refused)] == [1, 1, 1, 1]
+        plan = await served.rig.train(0)
+        assert good.attempt_id in [member.attempt_id for member in plan.members]
+
+    serve(scene)

@@ -9,9 +9,19 @@ import asyncio
 import pytest
 
 from steelyard.coordinator import events as e
+from steelyard.coordinator.effects import AttemptEnded, Effect
 from steelyard.coordinator.journal.base import decode
-from steelyard.errors import RunError
+from steelyard.environments.base import Services as EnvironmentServices
+from steelyard.environments.repair.environment import make_repair
+from steelyard.errors import RunError, SandboxLost
+from steelyard.harness.base import Services, Session, WorkerSettings
+from steelyard.harness.worker import HarnessWorker
+from steelyard.metrics import Counters
+from steelyard.testing.coordinator_server import ServedRig, serve
+from steelyard.testing.harness import MemoryArtifacts, MemorySandboxes, MemoryTraces, ScriptedChat, StepSleep, calls
+from steelyard.testing.repair import run_in_process
 from steelyard.testing.run_rig import WORKER, RunRig, grpo_advantages, make_settings
+from steelyard.types import Task
 
 GROUP_SIZE = 8
 
@@ -83,3 +93,68 @@ def test_r3_many_failures_raise_an_alarm_and_too_many_drops_end_the_run() -> Non
             await rig.coordinator.next_batch(0, 1.0)
 
     asyncio.run(scenario())
+
+
+def test_r3_a_worker_elsewhere_whose_sandboxes_fail_for_seven_of_eight_hands_in_failures_and_no_rewards() -> None:
+    errors = [SandboxLost("no sandbox to be had")] * 7
+
+    async def scene(served: ServedRig) -> None:
+        chat, traces = ScriptedChat(lambda _, __: calls(("submit", "{}"))), MemoryTraces(tokens_per_attempt=0)
+        services = Services(
+            leases=await served.worker(),
+            chat=chat,
+            sandboxes=MemorySandboxes(errors=errors),
+            traces=traces,
+            artifacts=MemoryArtifacts(),
+            tasks=AnyTasks(),
+        )
+        worker = HarnessWorker(
+            WORKER,
+            WorkerSettings(max_concurrent=GROUP_SIZE, lease_wait_s=0.0),
+            services,
+            served.rig.clock,
+            Counters(),
+            sleep=StepSleep(),
+        )
+        stop, ended = asyncio.Event(), Ended(GROUP_SIZE)
+        served.rig.coordinator.listen(ended.note)
+        working = asyncio.create_task(worker.run(stop))
+        async with asyncio.timeout(30):
+            await ended.event.wait()
+            stop.set()
+            await working
+        await served.rig.score_all()
+        events = events_of(served.rig)
+        failed = [event for event in events if isinstance(event, e.InfraFailed)]
+        assert [event.reason for event in failed] == ["SandboxLost"] * 7
+        assert len([event for event in events if isinstance(event, e.Scored)]) == 1
+        assert not [event for event in events if isinstance(event, e.StepBegun | e.GroupCompleted)]
+
+    serve(scene, lag=0, groups_per_batch=1, group_size=GROUP_SIZE)
+
+
+class Ended:
+    """Set once so many attempts have ended or been handed in."""
+
+    def __init__(self, num_attempts: int) -> None:
+        self.event = asyncio.Event()
+        self._num_left = num_attempts
+
+    def note(self, effect: Effect) -> None:
+        if isinstance(effect, AttemptEnded):
+            self._num_left -= 1
+            if self._num_left == 0:
+                self.event.set()
+
+
+class AnyTasks:
+    """Every task of the rig is the same task of ``repair``."""
+
+    def __init__(self) -> None:
+        self._repair = make_repair({}, EnvironmentServices(run_function=run_in_process))
+
+    def task(self, task_id: str) -> Task:
+        return self._repair.task("repair/train/0")
+
+    def session(self, task: Task) -> Session:
+        return self._repair.session(task)

@@ -82,5 +82,52 @@ def test_every_misspelt_key_is_refused_and_the_message_names_a_valid_key(key: st
     assert named in keys or "must be a section" in str(caught.value)
 
 
+JOURNAL = {"kind": "postgres", "url": "postgresql://me@host/runs", "name": "run-1"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"url": None}, "journal.url must be given with journal.kind postgres, got none"),
+        ({"name": ""}, "journal.name must be given with journal.kind postgres, got none"),
+        ({"name": "a\nb"}, "journal.name must be at most 200 printable characters, got 'a\\nb'"),
+        ({"name": "n" * 201}, "journal.name must be at most 200 printable characters, got 'nnn"),
+        (
+            {"kind": "sqlite", "name": None},
+            "journal.url must be unset unless journal.kind is postgres, got",
+        ),
+        ({"kind": "sqlite", "url": None}, "journal.name must be unset unless journal.kind is postgres, got"),
+        ({"lease_s": 0.5}, "journal.lease_s must be >= 1, got 0.5"),
+        ({"lease_s": float("inf")}, "journal.lease_s must be a finite number >= 1, got inf"),
+        ({"url": "host=db user=me"}, "journal.url must begin with postgresql://, got another"),
+        ({"url": "mysql://host/runs"}, "journal.url must begin with postgresql://, got another"),
+        ({"url": "postgresql://[host/runs"}, "journal.url must be a URL"),
+    ],
+)
+def test_a_postgres_journal_is_checked_field_by_field(change: dict[str, object], message: str) -> None:
+    assert config_file.from_tree({"journal": JOURNAL}).journal.kind == "postgres"
+    with pytest.raises(ConfigError) as caught:
+        config_file.from_tree({"journal": {**JOURNAL, **change}})
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:opensesame@host/runs",
+        "postgresql://me:open@sesame:opensesame@host/runs",
+        "postgresql://me@host/runs?password=opensesame",
+        "postgresql://me@host/runs?pass%77ord=opensesame",
+        "postgresql://me@host/runs?sslmode=require&sslpassword=opensesame",
+        "postgresql://me:opensesame@[host/runs",
+        "opensesame://host/runs?password=opensesame",
+    ],
+)
+def test_a_password_in_the_url_of_a_journal_is_refused_without_showing_it(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"journal\.url must") as caught:
+        config_file.from_tree({"journal": {**JOURNAL, "url": url}})
+    assert "opensesame" not in str(caught.value)
+
+
 def test_groups_per_batch_is_the_batch_divided_by_the_group() -> None:
     assert Config().groups_per_batch * Config().rollout.group_size == Config().train.batch_size

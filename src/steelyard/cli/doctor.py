@@ -9,10 +9,10 @@ from steelyard.clock import SystemClock
 from steelyard.coordinator.doctor import diagnose
 from steelyard.coordinator.entities import State
 from steelyard.coordinator.journal.base import checked_events
-from steelyard.coordinator.journal.sqlite import SqliteJournalReader
 from steelyard.coordinator.records import CoordinatorSettings
 from steelyard.coordinator.state import apply
 from steelyard.run.directory import existing_directory
+from steelyard.run.journals import open_journal_reader
 
 
 def add_parser(commands: "Subparsers[argparse.ArgumentParser]") -> None:
@@ -29,14 +29,15 @@ def add_parser(commands: "Subparsers[argparse.ArgumentParser]") -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     directory = existing_directory(options.run)
-    reader = SqliteJournalReader(directory.journal)
+    config = config_file.load(directory.config)
+    reader = open_journal_reader(config, directory)
     state = State()
     head = reader.head()
     # The run may go on meanwhile: what was written after the head was read is left for the next look.
     records = (record for record in reader.records() if record.number <= head.number)
     for event in checked_events(records, head):
         apply(state, event)
-    settings = CoordinatorSettings.from_config(config_file.load(directory.config))
+    settings = CoordinatorSettings.from_config(config)
     diagnosis = diagnose(state, settings, SystemClock().now_s())
     if state.run is None:
         sys.stdout.write("the run has not begun\n")

@@ -7,6 +7,7 @@ from pathlib import Path
 from steelyard import config_file
 from steelyard.errors import InputError
 from steelyard.run import launch
+from steelyard.run.blob_place import check_place
 
 Subparsers = argparse._SubParsersAction  # the only name that argparse gives this type
 
@@ -49,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
     config = config_file.load(Path(options.config), options.overrides)
     launch.check_environment(config)
     if options.dry_run:
+        check_place(config.blobs)
         sys.stdout.write(config_file.to_yaml(config))
         return 0
     return launch.start(config, cache_dir=cache_dir)

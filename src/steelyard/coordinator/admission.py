@@ -15,8 +15,13 @@ from steelyard.coordinator import events as e
 from steelyard.coordinator.entities import Group, Rollout, State
 from steelyard.coordinator.records import CoordinatorSettings
 from steelyard.coordinator.retry_rules import RetryRule, backoff_s
-from steelyard.coordinator.transitions import GroupState, RolloutState
+from steelyard.coordinator.transitions import GroupState
 from steelyard.types import Purpose
+
+_GRADER_FAILED = "grader_failed"
+
+_BUDGETS = frozenset([*(reason.value for reason in e.BudgetReason), _GRADER_FAILED])
+"""Reasons for which a rollout is cancelled because a budget is used up, that of grading among them."""
 
 
 def capacity(state: State, settings: CoordinatorSettings) -> int:
@@ -105,7 +110,7 @@ def after_grader_failure(settings: CoordinatorSettings, rollout: Rollout, at_s: 
     """CANCELLED once the grading budget is used up; None: score the same artifact again."""
     if rollout.num_grader_failures < settings.max_grader_attempts:
         return None
-    return e.RolloutCancelled(at_s=at_s, rollout_id=rollout.rollout_id, reason="grader_failed")
+    return e.RolloutCancelled(at_s=at_s, rollout_id=rollout.rollout_id, reason=_GRADER_FAILED)
 
 
 def close_group(settings: CoordinatorSettings, group: Group, at_s: float) -> e.AnyEvent | None:
@@ -116,8 +121,8 @@ def close_group(settings: CoordinatorSettings, group: Group, at_s: float) -> e.A
         return e.GroupEvaluated(at_s=at_s, group_id=group.group_id)
     if group.num_accepted >= settings.rules.min_scored:
         return e.GroupCompleted(at_s=at_s, group_id=group.group_id)
-    all_cancelled = all(rollout.state is RolloutState.CANCELLED for rollout in group.rollouts)
-    reason = e.DropReason.BUDGET if all_cancelled else e.DropReason.INCOMPLETE
+    without_budget = all(rollout.cancelled_for in _BUDGETS for rollout in group.rollouts)
+    reason = e.DropReason.BUDGET if without_budget else e.DropReason.INCOMPLETE
     return e.GroupDropped(at_s=at_s, group_id=group.group_id, reason=reason)
 
 

@@ -143,9 +143,8 @@ def group_dropped(state: State, event: e.GroupDropped) -> tuple[fx.Effect, ...]:
 def group_parked(state: State, event: e.GroupParked) -> tuple[fx.Effect, ...]:
     group = _close_group(state, event)
     state.tokens.rejected[event.reason.value] += accepted_tokens(group)
-    forget_rollouts(state, group)
-    group.num_rollouts_parked = len(group.rollouts)
-    group.rollouts, group.num_accepted = [], 0
+    group.num_rollouts_parked = forget_rollouts(state, group)
+    group.num_accepted = 0
     group.parked_for = event.reason
     return (fx.GroupChanged(group.group_id),)
 

@@ -2,9 +2,10 @@
 
 from steelyard.coordinator import effects as fx
 from steelyard.coordinator import events as e
-from steelyard.coordinator.entities import State
+from steelyard.coordinator.entities import FailedAttempt, State
 from steelyard.coordinator.moves import end_attempt, find_attempt, find_ready, find_rollout, move_rollout, require
 from steelyard.coordinator.transitions import HELD, ROLLOUT_TABLE, RolloutState, next_state
+from steelyard.digests import digest_bytes
 from steelyard.types import Outcome
 
 
@@ -79,7 +80,17 @@ def infra_failed(state: State, event: e.InfraFailed) -> tuple[fx.Effect, ...]:
     rollout.last_outcome = event.outcome
     rollout.report = None
     state.tallies.num_failed += event.is_counted
+    state.failed_attempts[event.attempt_id] = FailedAttempt(
+        attempt_number=rollout.attempt_number,
+        worker_id=rollout.worker_id or "",
+        content_digest=failure_digest(event.outcome, event.reason, event.detail),
+    )
     return end_attempt(state, rollout, "late")
+
+
+def failure_digest(outcome: Outcome, reason: str, detail: str) -> str:
+    """What two reports of one failure have in common."""
+    return digest_bytes("\0".join((outcome, reason, detail)).encode())
 
 
 def lease_expired(state: State, event: e.LeaseExpired) -> tuple[fx.Effect, ...]:
@@ -103,6 +114,7 @@ def rollout_retried(state: State, event: e.RolloutRetried) -> tuple[fx.Effect, .
 def rollout_cancelled(state: State, event: e.RolloutCancelled) -> tuple[fx.Effect, ...]:
     rollout = find_rollout(state, event, event.rollout_id)
     was = move_rollout(state, rollout, event)
+    rollout.cancelled_for = event.reason
     if was in HELD:
         state.tokens.lost[event.reason] += event.lost_tokens
         rollout.num_tokens += event.lost_tokens

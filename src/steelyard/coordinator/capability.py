@@ -1,4 +1,4 @@
-"""Keys of workers and scorers: a signed statement of a role, a name and an expiry.
+"""Keys of workers, scorers, trainers and operators: a signed statement of a role, a name and an expiry.
 
 A key is ``stc-<role>.<worker_id>.<expiry in whole seconds>.<signature>``; see :mod:`steelyard.signing`. Who has the
 secret can issue keys; the coordinator only verifies them, so nothing is stored and a restart changes nothing.
@@ -23,6 +23,7 @@ class Role(enum.StrEnum):
     WORKER = "worker"
     SCORER = "scorer"
     TRAINER = "trainer"
+    OPERATOR = "operator"
 
 
 class Capability(Record, frozen=True, kw_only=True):
@@ -89,3 +90,15 @@ def worker_of(key: str) -> str:
     if not key.startswith(_PREFIX) or len(parts) != 4 or not _WORKER_ID.fullmatch(parts[1]):
         raise InputError("key: must be stc-<role>.<worker_id>.<expiry>.<signature>")
     return parts[1]
+
+
+def role_of(key: str) -> Role:
+    """The role in a key, unverified: for its holder, who has no secret.
+
+    Raises:
+        InputError: it names none. The message never holds the key.
+    """
+    role = key.removeprefix(_PREFIX).partition(".")[0]
+    if role not in set(Role):
+        raise InputError("key: must be stc-<role>.<worker_id>.<expiry>.<signature>")
+    return Role(role)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from steelyard.coordinator.events import AnyEvent
 from steelyard.coordinator.journal.base import Journal
-from steelyard.coordinator.waiting import Signal, Sleep
+from steelyard.coordinator.waiting import Sleep
 from steelyard.errors import StorageFailed
 
 
@@ -13,12 +13,14 @@ class CommitQueue:
     """Feeds the journal from one background task.
 
     *Consumes* events added without an ``await`` between them as one atomic unit. *Waits for* the journal.
-    *Unblocked by* ``add``. *Produces* ``num_committed``, which answers wait for.
+    *Unblocked by* ``add``. *Produces* ``num_committed``, which answers wait for; each commit wakes those whose events
+    it holds and nobody else.
 
     Args:
         journal: where events become durable.
         num_committed: how many events the journal holds already.
-        delay_s: how long a commit waits for company; 0 commits at once.
+        delay_s: how long the first event after a pause waits for company; 0 commits at once. What came in line during
+            a commit has had its company, and is committed at once.
         sleep: waits for so many seconds.
         on_commit: told the number of durable events after each commit, before anybody who waits for it.
         on_failure: told once, with the error, when the journal refuses; nothing is committed afterwards.
@@ -44,7 +46,10 @@ class CommitQueue:
         self._buffer: list[AnyEvent] = []
         self._num_added = num_committed
         self._wake = asyncio.Event()
-        self._committed = Signal()
+        # Who waits for the commit under way, whose last event has the number below, and who for a later one.
+        self._under_way: list[asyncio.Future[None]] = []
+        self._last_under_way = num_committed
+        self._in_line: list[asyncio.Future[None]] = []
         self._failure: BaseException | None = None
         self._task = asyncio.create_task(self._run(), name="journal-commits")
         # Its error goes to ``on_failure`` and to all who wait; nobody awaits the task itself.
@@ -66,12 +71,12 @@ class CommitQueue:
         while self.num_committed < number:
             if self._failure is not None:
                 raise self._failure
-            await self._committed.next_event().wait()
+            await self._next_commit(number)
 
     async def close(self) -> None:
         """Commit what is in line, then stop. An earlier failure was told to ``on_failure`` and is not raised again."""
         while self.num_committed < self._num_added and self._failure is None:
-            await self._committed.next_event().wait()
+            await self._next_commit(self._num_added)
         self.stop()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -79,25 +84,47 @@ class CommitQueue:
         """Stop at once; what is in line is lost, as in a crash."""
         self._task.cancel()
 
+    def _next_commit(self, number: int) -> "asyncio.Future[None]":
+        """Done after the commit that holds event ``number``, or the next one for an event that is not in line yet.
+
+        Each who waits has a future of their own: cancelling them must not cancel the others.
+        """
+        done = asyncio.get_running_loop().create_future()
+        (self._under_way if number <= self._last_under_way else self._in_line).append(done)
+        return done
+
     async def _run(self) -> None:
+        is_after_pause = True
         try:
             while True:
                 await self._wake.wait()
-                if self._delay_s:
+                if self._delay_s and is_after_pause:
                     await self._sleep(self._delay_s)
                 batch, self._buffer = self._buffer, []
                 self._wake.clear()
+                self._under_way, self._in_line = self._in_line, []
+                self._last_under_way = self._num_added
                 await self._journal.append(batch)
                 self.num_committed += len(batch)
                 self.num_commits += 1
                 self._on_commit(self.num_committed)
-                self._committed.notify()
+                self._release(self._under_way)
+                is_after_pause = not self._buffer
         except asyncio.CancelledError:
-            self._failure = StorageFailed("the journal was closed before this was committed")
-            self._committed.notify()
+            self._end(StorageFailed("the journal was closed before this was committed"))
             raise
         except BaseException as error:
-            self._failure = error
-            self._committed.notify()
+            self._end(error)
             self._on_failure(error)
             raise
+
+    def _end(self, error: BaseException) -> None:
+        self._failure = error
+        self._release(self._under_way)
+        self._release(self._in_line)
+
+    def _release(self, waiting: "list[asyncio.Future[None]]") -> None:
+        for done in waiting:
+            if not done.done():
+                done.set_result(None)
+        waiting.clear()

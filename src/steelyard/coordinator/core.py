@@ -1,5 +1,6 @@
 """What the parts of the coordinator share: the state, the way to record an event, and the ways to wait and to fail."""
 
+import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -97,10 +98,12 @@ class Core:
         self._lead_s = max(0.0, state.at_s - clock.now_s())
         self._sleep = sleep
         self._failure: BaseException | None = None
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._handlers: dict[type[Any], list[Callable[[Any], None]]] = {}
         self._listeners: list[Callable[[Effect], None]] = []
         self._outbox: deque[tuple[int, Effect]] = deque()
         self._on_commit: list[Callable[[int], None]] = []
+        self._before_apply: Callable[[AnyEvent], None] | None = None
 
     def snapshots(self, journal: Journal, num_covered: int) -> SnapshotWriter:
         """The writer of snapshots; ``num_covered`` events need none any more."""
@@ -113,6 +116,7 @@ class Core:
             on_failure=self.fail,
         )
         self._on_commit.append(writer.committed)
+        self._before_apply = writer.before
         return writer
 
     def now_s(self) -> float:
@@ -125,13 +129,18 @@ class Core:
         Raises:
             IllegalTransition: it cannot follow; nothing was changed.
         """
+        if self._before_apply is not None:
+            self._before_apply(event)
         _, effects = apply(self.state, event)
         self.commits.add(event)
         for effect in effects:
             self.emit(effect)
 
     def begin(self, run_id: str, seed: int, config_digest: str) -> None:
-        """Record that the run starts, or that it is taken over, and what it is held to from now on."""
+        """Record that the run starts, or that it is taken over, and what it is held to from now on.
+
+        A finished run stays finished: whoever was not told yet is told so.
+        """
         at_s, rules, budgets = self.now_s(), self.settings.rules, self.settings.budgets
         if self.state.run is None:
             self.record(
@@ -139,8 +148,13 @@ class Core:
                     at_s=at_s, run_id=run_id, seed=seed, config_digest=config_digest, rules=rules, budgets=budgets
                 )
             )
-        else:
+        elif not self.state.run.is_finished:
             self.record(RunResumed(at_s=at_s, config_digest=config_digest, rules=rules, budgets=budgets))
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has ended; nothing is recorded then."""
+        return self.state.run is not None and self.state.run.is_finished
 
     def emit(self, effect: Effect) -> None:
         """Hand an effect to the parts at once and to listeners once it is committed."""
@@ -172,6 +186,7 @@ class Core:
         """End every wait and refuse every later call with ``error``. The first error stays."""
         if self._failure is None:
             self._failure = error
+            self.failed.set_result(error)
             logger.error("the run has failed: %s", error)
             for signal in (self.work, self.scores, self.progress, self.timers):
                 signal.notify()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from steelyard.coordinator.events import DropReason, RestartReason, Rules
 from steelyard.coordinator.transitions import HELD, GroupState, RolloutState, VersionState
-from steelyard.types import ArtifactReport, LoadProof, Outcome, Purpose, Sampling, Score
+from steelyard.types import ArtifactReport, LoadProof, Outcome, Purpose, Record, Sampling, Score
 
 
 @dataclass(slots=True, eq=False)
@@ -15,6 +15,7 @@ class Rollout:
 
     ``attempt_number`` counts leases. ``num_failures`` counts those failures that use up budget, ``num_tokens`` the
     sampled tokens of all attempts that ended, sealed or lost.
+    ``cancelled_for``: the reason, once it is cancelled.
     ``since_s``: when the present state began. ``changed``: number of the event that last changed it, so that an
     answer about it can wait for exactly that commit.
     """
@@ -36,6 +37,7 @@ class Rollout:
     num_tokens: int = 0
     num_grader_failures: int = 0
     last_outcome: Outcome | None = None
+    cancelled_for: str | None = None
     report: ArtifactReport | None = None
     score: Score | None = None
 
@@ -43,6 +45,14 @@ class Rollout:
     def sealed_tokens(self) -> int:
         """Tokens in the sealed trace, 0 without one."""
         return self.report.trace.num_tokens if self.report else 0
+
+
+class FailedAttempt(Record, frozen=True, kw_only=True):
+    """How an attempt failed, and who held it: so that the same news again is known as such."""
+
+    attempt_number: int
+    worker_id: str
+    content_digest: str
 
 
 @dataclass(slots=True, eq=False)
@@ -195,6 +205,7 @@ class State:
         self.rollouts: dict[str, Rollout] = {}
         self.attempts: dict[str, Rollout] = {}
         self.ended_attempts: dict[str, str] = {}
+        self.failed_attempts: dict[str, FailedAttempt] = {}
         self.versions: dict[int, Version] = {}
         self.lineage: dict[int, int] = {}
         self.unreleased: set[int] = set()

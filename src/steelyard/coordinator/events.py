@@ -34,9 +34,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class DropReason(enum.StrEnum):
     """Why a group will never be trained.
 
-    ``budget``: every member was cancelled, its budget used up; ``cancelled``: from outside; ``incomplete``: fewer than
-    ``algorithm.min_scored`` members are accepted; ``too_stale``: replaced ``admission.max_stale_retries`` times
-    already; ``filtered``: by choice.
+    ``budget``: every member was cancelled, a budget used up (attempts, tokens, time or gradings); ``cancelled``: from
+    outside; ``incomplete``: fewer than ``algorithm.min_scored`` members are accepted; ``too_stale``: replaced
+    ``admission.max_stale_retries`` times already; ``filtered``: by choice.
     """
 
     BUDGET = "budget"

@@ -35,7 +35,7 @@ class Groups:
         """Admit as many training groups as the lag bound has room for, parked ones first; how many."""
         state = self._core.state
         newest = state.newest_ready
-        if self.is_draining or newest is None:
+        if self.is_draining or newest is None or self._core.is_finished:
             return 0
         room = admission.capacity(state, self._core.settings)
         waiting = admission.parked(state)[:room]

@@ -10,14 +10,15 @@ import msgspec
 from steelyard.coordinator import admission
 from steelyard.coordinator import effects as fx
 from steelyard.coordinator import events as e
+from steelyard.coordinator.apply_rollouts import failure_digest
 from steelyard.coordinator.core import Core, short
 from steelyard.coordinator.deliveries import Deliveries
-from steelyard.coordinator.entities import Group, Rollout
+from steelyard.coordinator.entities import FailedAttempt, Group, Rollout
 from steelyard.coordinator.groups import Groups
 from steelyard.coordinator.retry_rules import REPORTED, RETRY_RULES, Ending, RetryRule
 from steelyard.coordinator.transitions import HELD, RolloutState, VersionState
 from steelyard.digests import digest_bytes
-from steelyard.types import ArtifactReport, AttemptFailure, Lease, Sampling
+from steelyard.types import ArtifactReport, AttemptFailure, Lease, Outcome, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -64,22 +65,31 @@ class Leases:
         """
         granted = [] if unstarted is None else self._lost(worker_id, max_leases, unstarted)
         set_aside: list[_Waiting] = []
-        while self._ready and len(granted) < max_leases and not self._groups.is_draining:
-            waiting = heapq.heappop(self._ready)
-            rollout = self._core.state.rollouts.get(waiting.rollout_id)
-            if rollout is None or rollout.state is not RolloutState.PENDING:
-                continue
-            now_s = self._core.now_s()
-            if not self._may_be_leased(waiting, rollout, now_s):
-                continue
-            version = self._version_for(rollout.group)
-            if version is None:
+        try:
+            while self._ready and len(granted) < max_leases and not self._groups.is_draining:
+                waiting = heapq.heappop(self._ready)
+                # Until it is known what becomes of it: an error on the way must not lose it.
                 set_aside.append(waiting)
-                continue
-            granted.append(self._grant_one(worker_id, rollout, version, now_s))
-        for waiting in set_aside:
-            heapq.heappush(self._ready, waiting)
+                if self._try_lease(worker_id, waiting, granted):
+                    set_aside.pop()
+        finally:
+            for waiting in set_aside:
+                heapq.heappush(self._ready, waiting)
         return tuple(granted)
+
+    def _try_lease(self, worker_id: str, waiting: _Waiting, granted: list[Lease]) -> bool:
+        """Lease one rollout if it can be leased now; False where it must go back in line."""
+        rollout = self._core.state.rollouts.get(waiting.rollout_id)
+        if rollout is None or rollout.state is not RolloutState.PENDING:
+            return True
+        now_s = self._core.now_s()
+        if not self._may_be_leased(waiting, rollout, now_s):
+            return True
+        version = self._version_for(rollout.group)
+        if version is None:
+            return False
+        granted.append(self._grant_one(worker_id, rollout, version, now_s))
+        return True
 
     def _lost(self, worker_id: str, max_leases: int, unstarted: frozenset[str]) -> list[Lease]:
         lost = self._unstarted.lost(worker_id, unstarted)[:max_leases]
@@ -140,8 +150,11 @@ class Leases:
 
         Raises:
             Refused: the attempt is not live, or has reported its end already; ``malformed`` for an outcome that is
-                not a worker's to give.
+                not a worker's to give. An identical failure is counted and accepted again.
         """
+        if self._is_repeated(failure, worker_id):
+            self._core.counters.add("duplicate.attempt_failed")
+            return
         rollout = self._held(failure.attempt_id, failure.attempt_number, worker_id)
         ending = REPORTED.get(failure.outcome)
         if ending is None:
@@ -149,6 +162,17 @@ class Leases:
             raise self._core.refuse("malformed", detail)
         may_retry = self._core.settings.retry_after_external or not failure.made_external_call
         self.fail(rollout, ending, failure.reason, failure.detail, may_retry=may_retry)
+
+    def has_failed(self, attempt_id: str, outcome: Outcome, reason: str, detail: str) -> FailedAttempt | None:
+        """How an attempt failed, if it did for just that."""
+        known = self._core.state.failed_attempts.get(attempt_id)
+        is_same = known is not None and known.content_digest == failure_digest(outcome, short(reason), short(detail))
+        return known if is_same else None
+
+    def _is_repeated(self, failure: AttemptFailure, worker_id: str | None) -> bool:
+        known = self.has_failed(failure.attempt_id, failure.outcome, failure.reason, failure.detail)
+        is_same_number = known is not None and known.attempt_number == failure.attempt_number
+        return known is not None and is_same_number and worker_id in (None, known.worker_id)
 
     def fail(
         self,

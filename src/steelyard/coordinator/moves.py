@@ -82,16 +82,23 @@ def end_attempt(state: State, rollout: Rollout, why: str) -> tuple[fx.Effect, ..
     state.attempts.pop(rollout.attempt_id, None)
     state.ended_attempts[rollout.attempt_id] = why
     if len(state.ended_attempts) > MAX_ENDED_ATTEMPTS:
-        del state.ended_attempts[next(iter(state.ended_attempts))]
+        oldest = next(iter(state.ended_attempts))
+        del state.ended_attempts[oldest]
+        state.failed_attempts.pop(oldest, None)
     return (fx.AttemptEnded(rollout.attempt_id),)
 
 
-def forget_rollouts(state: State, group: Group) -> None:
-    """Forget the rollouts of a group, and their attempts but for their ids."""
-    for rollout in group.rollouts:
+def forget_rollouts(state: State, group: Group) -> int:
+    """Forget the rollouts of a group, and their attempts but for their ids. Returns their number.
+
+    The group lets go of them, so that no circle is left for which the whole heap would have to be searched.
+    """
+    rollouts, group.rollouts = group.rollouts, []
+    for rollout in rollouts:
         del state.rollouts[rollout.rollout_id]
         if rollout.attempt_id in state.attempts:
             end_attempt(state, rollout, "late")
+    return len(rollouts)
 
 
 def forget_group(state: State, group: Group) -> None:

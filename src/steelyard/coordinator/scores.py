@@ -55,11 +55,11 @@ class Scoring:
         """
         granted = [] if held is None else self._lost(worker_id, max_jobs, held)
         while self._queue and len(granted) < max_jobs:
-            attempt_id = self._queue.popleft()
+            attempt_id = self._queue[0]
             rollout = self._core.state.attempts.get(attempt_id)
-            if rollout is None or rollout.state is not RolloutState.ARTIFACT_READY or attempt_id in self._job_of:
-                continue
-            granted.append(self._grant_one(worker_id, rollout, attempt_id))
+            if rollout is not None and rollout.state is RolloutState.ARTIFACT_READY and attempt_id not in self._job_of:
+                granted.append(self._grant_one(worker_id, rollout, attempt_id))
+            self._queue.popleft()  # only now: an error on the way must not lose it
         return tuple(granted)
 
     def _lost(self, worker_id: str, max_jobs: int, known: frozenset[str]) -> list[ScoreJob]:
@@ -103,8 +103,12 @@ class Scoring:
             worker_id: the scorer that says so, which must hold a job of the attempt; None: the run itself.
 
         Raises:
-            Refused: the attempt is not waiting to be scored, or not by this scorer.
+            Refused: the attempt is not waiting to be scored, or not by this scorer. The same news again is counted
+                and accepted.
         """
+        if self._leases.has_failed(attempt_id, Outcome.INFRA_FAILED, "artifact_lost", detail):
+            self._core.counters.add("duplicate.artifact_lost")
+            return
         rollout = self._core.attempt(attempt_id)
         if rollout.state is not RolloutState.ARTIFACT_READY:
             raise self._core.refuse("late", f"attempt {attempt_id} is {rollout.state}")

@@ -1,4 +1,4 @@
-"""The coordinator over HTTP, for workers and scorers on any machine. docs/protocol.md is the protocol.
+"""The coordinator over HTTP, for workers, scorers and trainers on any machine. docs/protocol.md is the protocol.
 
 *Consumes* requests of up to 32 calls. *Waits for* the coordinator's answers, each of which waits for a commit, and for
 slow readers, with deadlines. *Unblocked by* the last answer, or the client's leaving: polls that nobody waits for any
@@ -7,6 +7,7 @@ again the same one.
 """
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -15,10 +16,21 @@ from aiohttp import web
 
 from steelyard.clock import Clock
 from steelyard.coordinator import protocol as p
-from steelyard.coordinator.capability import Capability, CapabilityRing
+from steelyard.coordinator.capability import Capability, CapabilityRing, Role
+from steelyard.coordinator.description import RUN_PATH, RunDescription
 from steelyard.coordinator.service import Coordinator
-from steelyard.coordinator.sessions import OpenCall, Session, Sessions
-from steelyard.errors import DeadlineExceeded, InputError, ProtocolMismatch, Refused, RunError, SteelyardError
+from steelyard.coordinator.sessions import OpenCall, Outcome, Perform, Session, Sessions, Uncommitted
+from steelyard.coordinator.trainer_service import perform
+from steelyard.errors import (
+    DeadlineExceeded,
+    IllegalTransition,
+    InputError,
+    ProtocolMismatch,
+    Refused,
+    RunError,
+    SteelyardError,
+    StorageFailed,
+)
 from steelyard.metrics import Counters
 from steelyard.processes import frames
 from steelyard.processes.http_port import HttpPort, PortOptions, bearer_key
@@ -64,9 +76,11 @@ class CoordinatorServer:
 
     Args:
         keys: verifies who calls.
+        roles: whom to serve; the others' calls are refused.
         counters: ``coordinator.http.<status>`` counts requests that failed as a whole, ``coordinator.key.<reason>``
             keys that were refused, ``coordinator.repeated`` calls that had come before.
         port: 0 takes a free one, which :meth:`start` returns.
+        description: what whoever has a key may know of the run; None says nothing of it.
     """
 
     def __init__(
@@ -79,9 +93,13 @@ class CoordinatorServer:
         host: str = "127.0.0.1",
         port: int = 0,
         limits: ServerLimits | None = None,
+        roles: frozenset[Role] = frozenset(Role),
+        description: RunDescription | None = None,
     ) -> None:
         self._coordinator = coordinator
+        self._worker_calls = coordinator.worker_calls
         self._keys = keys
+        self._roles = roles
         self._clock = clock
         self._counters = counters
         self._limits = limits or ServerLimits()
@@ -95,10 +113,14 @@ class CoordinatorServer:
         self._http = HttpPort(self._answer, options)
         self._sessions = Sessions()
         self._performing: set[asyncio.Task[p.Result]] = set()
+        self._deadlines: set[asyncio.Timeout] = set()
         self._endpoints: dict[tuple[str, str], Endpoint] = {
             ("POST", p.CALLS_PATH): self._calls,
             ("GET", p.HEALTH_PATH): self._health,
         }
+        self._description = description
+        if description is not None:
+            self._endpoints["GET", RUN_PATH] = self._run
 
     async def start(self) -> str:
         """Listen; returns the base URL, without a path.
@@ -113,6 +135,9 @@ class CoordinatorServer:
         performing = list(self._performing)
         for task in performing:
             task.cancel()
+        for deadline in self._deadlines:
+            if not deadline.expired():
+                deadline.reschedule(0.0)
         await asyncio.gather(*performing, return_exceptions=True)
         await self._http.stop()
 
@@ -142,6 +167,12 @@ class CoordinatorServer:
         body = msgspec.json.encode({"status": "ok", "protocol": p.PROTOCOL_VERSION})
         return web.Response(body=body, content_type="application/json")
 
+    async def _run(self, request: web.BaseRequest) -> web.Response:
+        _require_version(request.headers.get(p.VERSION_HEADER))
+        self._holder(request)
+        assert self._description is not None, "the endpoint is there only with a description"
+        return _packed(self._description)
+
     async def _unknown(self, request: web.BaseRequest) -> web.Response:
         known = " or ".join(f"{method} {path}" for method, path in self._endpoints)
         raise HttpError(404, InputError(f"the request must be {known}, got {request.method} {request.path}"))
@@ -155,15 +186,16 @@ class CoordinatorServer:
             p.check(numbered.call)
         session = self._sessions.session(f"{holder.role}.{holder.worker_id}", asked.session_id)
         session.forget_below(asked.answered_below)
-        entered = [(numbered.sequence, self._enter(session, numbered, holder)) for numbered in asked.calls]
-        await self._wait(session, [(n, call) for n, call in entered if isinstance(call, OpenCall)])
-        answers = tuple(p.Answer(sequence=sequence, result=_result(call)) for sequence, call in entered)
+        perform = functools.partial(self._begin, holder.worker_id)
+        entered = [(numbered.sequence, self._enter(session, numbered, perform)) for numbered in asked.calls]
+        failure = await self._wait(session, [(n, call) for n, call in entered if isinstance(call, OpenCall)])
+        answers = tuple([p.Answer(sequence=n, result=self._result(call, failure)) for n, call in entered])
         return _packed(p.CallReply(answers=answers))
 
-    def _enter(self, session: Session, numbered: p.NumberedCall, holder: Capability) -> OpenCall | p.Failed:
+    def _enter(self, session: Session, numbered: p.NumberedCall, perform: Perform) -> OpenCall | p.Failed:
         """The call, begun or found; else what is wrong with its number. Calls begin in their order."""
         try:
-            open_call, is_repeated = session.enter(numbered, lambda call: self._begin(call, holder.worker_id))
+            open_call, is_repeated = session.enter(numbered, perform)
         except (Refused, InputError) as error:
             reason = error.reason if isinstance(error, Refused) else "sequence"
             self._counters.add(f"refused.{reason}")
@@ -172,22 +204,43 @@ class CoordinatorServer:
             self._counters.add("coordinator.repeated")
         return open_call
 
-    def _begin(self, call: p.Call, worker_id: str) -> "asyncio.Task[p.Result]":
+    def _begin(self, worker_id: str, call: p.Call) -> Outcome:
+        """Do the call where that takes no waiting, else begin to wait.
+
+        Raises:
+            StorageFailed: the journal has failed under this process, which ends. No answer is final then: another takes
+                its place, and knows what was done. So too :meth:`_perform` and :meth:`_result`.
+        """
+        try:
+            result = self._worker_calls.perform(call, worker_id)
+        except StorageFailed:
+            raise
+        except (Refused, IllegalTransition) as refusal:
+            return Uncommitted(_failed(refusal), self._worker_calls.num_events)
+        except Exception as error:  # noqa: BLE001 (_told logs what is not ours)
+            return Uncommitted(_told(error, worker_id), 0)
+        if result is not None:
+            return Uncommitted(result, self._worker_calls.num_events)
         task = asyncio.create_task(self._perform(call, worker_id))
         self._performing.add(task)
-        task.add_done_callback(self._performing.discard)
+        task.add_done_callback(self._performed)
         return task
+
+    def _performed(self, task: "asyncio.Task[p.Result]") -> None:
+        self._performing.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _LOG.info("a call was not carried through: %s", error)  # whoever waits for it is told to come again
 
     async def _perform(self, call: p.Call, worker_id: str) -> p.Result:
         try:
             return await self._dispatch(call, worker_id)
-        except SteelyardError as error:
-            return _failed(error)
-        except Exception:  # noqa: BLE001 (the client must learn of any failure of a call; ours are logged)
-            _LOG.exception("a call of %s failed", worker_id)
-            return p.Failed(kind="InternalError", reason="", message="the coordinator failed")
+        except StorageFailed:
+            raise
+        except Exception as error:  # noqa: BLE001 (_told logs what is not ours)
+            return _told(error, worker_id)
 
     async def _dispatch(self, call: p.Call, worker_id: str) -> p.Result:
+        """The calls that may wait."""
         coordinator, max_wait_s = self._coordinator, self._limits.max_wait_s
         match call:
             case p.LeaseCall():
@@ -196,40 +249,85 @@ class CoordinatorServer:
             case p.LeaseScoresCall():
                 wait_s, held = min(call.wait_s, max_wait_s), frozenset(call.held)
                 return p.Jobs(jobs=await coordinator.lease_scores(worker_id, call.max_jobs, wait_s, held))
-            case p.HeartbeatCall():
-                return p.Lost(attempt_ids=await coordinator.heartbeat(worker_id, call.attempt_ids))
-            case p.StartCall():
-                await coordinator.start(call.attempt_id, call.attempt_number, worker_id)
-            case p.ArtifactReadyCall():
-                await coordinator.artifact_ready(call.report, worker_id)
-            case p.AttemptFailedCall():
-                await coordinator.attempt_failed(call.failure, worker_id)
-            case p.ScoreCall():
-                await coordinator.score(call.score, worker_id)
-            case p.ArtifactLostCall():
-                await coordinator.artifact_lost(call.attempt_id, call.detail, worker_id)
-        return p.Done()
+            case (
+                p.StartCall()
+                | p.HeartbeatCall()
+                | p.ArtifactReadyCall()
+                | p.AttemptFailedCall()
+                | p.ScoreCall()
+                | p.ArtifactLostCall()
+            ):
+                raise RunError(f"{type(call).__name__} is a call that never waits")
+            case _:
+                return await perform(coordinator, call, worker_id, max_wait_s) or p.Done()
 
-    async def _wait(self, session: Session, calls: Sequence[tuple[int, OpenCall]]) -> None:
-        """Until all calls are answered. Leaving early cancels nothing but polls that nobody else waits for."""
-        pending = [(sequence, call) for sequence, call in calls if not call.task.done()]
-        if not pending:
-            return
+    async def _wait(self, session: Session, calls: Sequence[tuple[int, OpenCall]]) -> BaseException | None:
+        """Until all calls can be answered; the error where what was done cannot be made durable.
+
+        Leaving early cancels nothing but polls that nobody else waits for.
+
+        Raises:
+            DeadlineExceeded: it took too long. What is done stays done, and may be asked for again.
+        """
+        num_events, tasks = 0, {}
+        for sequence, call in calls:
+            outcome = call.outcome
+            if isinstance(outcome, Uncommitted):
+                num_events = max(num_events, outcome.num_events)
+            else:
+                tasks[sequence] = (call, outcome)
+        if not tasks:
+            return await self._commit(num_events)
         limit_s = self._limits.answer_deadline_s
-        if any(call.is_poll for _, call in pending):
+        if any(call.is_poll for call, _ in tasks.values()):
             limit_s += self._limits.max_wait_s
-        for _, call in pending:
+        for call, _ in tasks.values():
             call.num_waiting += 1
         try:
-            _, late = await asyncio.wait([call.task for _, call in pending], timeout=limit_s)
+            failure = await self._commit(num_events)
+            _, late = await asyncio.wait([task for _, task in tasks.values()], timeout=limit_s)
         finally:
-            for sequence, call in pending:
+            for sequence, (call, task) in tasks.items():
                 call.num_waiting -= 1
-                is_unwanted = call.is_poll and not call.num_waiting and not call.task.done()
+                is_unwanted = call.is_poll and not call.num_waiting and not task.done()
                 if is_unwanted and session.holds(sequence, call):
                     session.withdraw(sequence)
         if late:
             raise DeadlineExceeded("the commit of a call", ("journal",), limit_s)
+        return failure
+
+    async def _commit(self, num_events: int) -> BaseException | None:
+        if num_events <= self._worker_calls.num_durable:
+            return None
+        limit_s = self._limits.answer_deadline_s
+        try:
+            async with asyncio.timeout(limit_s) as deadline:
+                self._deadlines.add(deadline)
+                try:
+                    await self._worker_calls.durable(num_events)
+                finally:
+                    self._deadlines.discard(deadline)
+        except TimeoutError:
+            raise DeadlineExceeded("the commit of a call", ("journal",), limit_s) from None
+        except Exception as error:  # noqa: BLE001 (each answer that needed the commit tells of it)
+            return error
+        return None
+
+    def _result(self, call: OpenCall | p.Failed, failure: BaseException | None) -> p.Result:
+        if isinstance(call, p.Failed):
+            return call
+        outcome = call.outcome
+        if isinstance(outcome, Uncommitted):
+            if failure is not None and outcome.num_events > self._worker_calls.num_durable:
+                if isinstance(failure, StorageFailed):
+                    raise failure
+                return _told(failure, "any worker")
+            return outcome.result
+        if outcome.cancelled():
+            raise RunError(
+                "the call was withdrawn: the coordinator stops, or a later call of the session took its place"
+            )
+        return outcome.result()
 
     async def _body(self, request: web.BaseRequest) -> bytes:
         if request.content.is_eof():
@@ -252,11 +350,11 @@ class CoordinatorServer:
             raise HttpError(401, error) from None
 
     def _require_role(self, holder: Capability, asked: p.CallRequest) -> None:
-        allowed = p.CALLS_OF[holder.role]
+        allowed = p.CALLS_OF[holder.role] if holder.role in self._roles else ()
         for numbered in asked.calls:
             if not isinstance(numbered.call, allowed):
                 self._counters.add("coordinator.key.role")
-                detail = f"{type(numbered.call).__name__} is not a call of a {holder.role}"
+                detail = f"{type(numbered.call).__name__} is not a call that a {holder.role} may make here"
                 raise HttpError(403, Refused("foreign", detail))
 
     def _as_http(self, error: Exception) -> HttpError:
@@ -287,17 +385,17 @@ def _require_version(version: str | None) -> None:
         )
 
 
-def _result(call: OpenCall | p.Failed) -> p.Result:
-    if isinstance(call, p.Failed):
-        return call
-    if call.task.cancelled():
-        raise RunError("the call was withdrawn: the coordinator stops, or a later call of the session took its place")
-    return call.task.result()
-
-
 def _failed(error: BaseException) -> p.Failed:
     kind, body = frames.describe(error)
     return p.Failed(kind=kind, reason=body.reason, message=body.message)
+
+
+def _told(error: BaseException, worker_id: str) -> p.Failed:
+    """What a call that failed tells its client, who must learn of any failure; what is a fault of ours is logged."""
+    if isinstance(error, SteelyardError):
+        return _failed(error)
+    _LOG.error("a call of %s failed", worker_id, exc_info=error)
+    return p.Failed(kind="InternalError", reason="", message="the coordinator failed")
 
 
 def _packed(record: Record, status: int = 200) -> web.Response:

@@ -10,12 +10,24 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 from steelyard.coordinator.protocol import MAX_OPEN_CALLS, POLLS, Call, NumberedCall, Result
 from steelyard.errors import InputError, Refused
 
-Perform = Callable[[Call], "asyncio.Task[Result]"]
-"""Begins a call. The task ends with a result, or by being cancelled."""
+
+class Uncommitted(NamedTuple):
+    """The result of a call that is done. It may be told once the first ``num_events`` events are durable."""
+
+    result: Result
+    num_events: int
+
+
+Outcome: TypeAlias = "asyncio.Task[Result] | Uncommitted"
+"""Of a call that has begun. A task ends with a result that may be told at once, or by being cancelled."""
+
+Perform = Callable[[Call], Outcome]
+"""Begins a call."""
 
 MAX_SESSIONS_PER_WORKER = 8
 
@@ -25,12 +37,17 @@ class OpenCall:
     """A call whose client may not have its answer. ``num_waiting``: requests that wait for it."""
 
     call: Call
-    task: "asyncio.Task[Result]"
+    outcome: Outcome
     num_waiting: int = 0
 
     @property
     def is_poll(self) -> bool:
         return isinstance(self.call, POLLS)
+
+    def withdraw(self) -> None:
+        """Nobody will ask for the answer: end the wait, if it is one."""
+        if isinstance(self.outcome, asyncio.Task):
+            self.outcome.cancel()
 
 
 class Session:
@@ -48,7 +65,7 @@ class Session:
         for number in [number for number in self._open if number < sequence]:
             open_call = self._open.pop(number)
             if open_call.is_poll:
-                open_call.task.cancel()
+                open_call.withdraw()
 
     def enter(self, numbered: NumberedCall, perform: Perform) -> tuple[OpenCall, bool]:
         """The call under this number, begun unless it was before; and whether it was.
@@ -73,7 +90,7 @@ class Session:
 
     def withdraw(self, sequence: int) -> None:
         """Nobody waits for this poll any more. What it may have been granted is handed out again by the next one."""
-        self._open.pop(sequence).task.cancel()
+        self._open.pop(sequence).withdraw()
 
     def holds(self, sequence: int, open_call: OpenCall) -> bool:
         """Whether the call is still known under this number."""

@@ -7,13 +7,15 @@ the same fields, and where the journal has the same head at the same number; els
 import contextlib
 import gc
 import types
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
 from steelyard.coordinator.entities import (
     Evaluation,
+    FailedAttempt,
     Group,
     PromptCounts,
     Rollout,
@@ -25,7 +27,9 @@ from steelyard.coordinator.entities import (
     Version,
 )
 from steelyard.coordinator.entity_rows import EntityRows, shape_of
+from steelyard.coordinator.events import AnyEvent
 from steelyard.coordinator.journal.base import Head
+from steelyard.coordinator.touched_groups import touched_groups
 from steelyard.digests import digest_bytes
 from steelyard.errors import IntegrityError
 from steelyard.types import Record
@@ -38,6 +42,7 @@ PLAIN_FIELDS: dict[str, Any] = {
     "at_s": float,
     "num_events": int,
     "ended_attempts": dict[str, str],
+    "failed_attempts": dict[str, FailedAttempt],
     "versions": dict[int, Version],
     "lineage": dict[int, int],
     "unreleased": set[int],
@@ -60,7 +65,7 @@ LINKED_FIELDS = frozenset({"groups", "live_groups", "rollouts", "attempts"})
 _ROLLOUTS = EntityRows(Rollout, omit=frozenset({"group"}))
 _GROUPS = EntityRows(Group, omit=frozenset({"rollouts"}))
 _PLAIN = {name: shape_of(hint) for name, hint in PLAIN_FIELDS.items()}
-_GROUPS_PER_PART = 64
+_ROLLOUTS_PER_PART = 256
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -94,15 +99,6 @@ class _Links(Record, frozen=True, kw_only=True, array_like=True):
 _GroupRow = tuple[tuple[Any, ...], list[tuple[Any, ...]]]
 
 
-class Capture(NamedTuple):
-    """Rows of a state at one moment. They share nothing that can change with it, so they can be encoded later."""
-
-    num_events: int
-    plain: tuple[Any, ...]
-    links: _Links
-    groups: list[_GroupRow]
-
-
 _BASE_DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     types.GenericAlias(tuple, (types.GenericAlias(tuple, tuple(shape.wire for shape in _PLAIN.values())), _Links))
 )
@@ -131,42 +127,110 @@ def take(state: State, head: Head) -> bytes:
     return pack(capture(state), head)
 
 
+class Capture:
+    """A state at one moment, read in slices while events go on to change it.
+
+    What is small, and the order of what is large, is read at the beginning. Groups with their rollouts are read slice
+    by slice, and one that an event is about to change before that event. What was read is encoded at once: bytes are
+    nothing for the search for cycles to go through.
+
+    Args:
+        state: live; ``before`` must be called before each event that is applied to it, until ``is_whole``.
+        rollouts_per_slice: a slice ends with the group that makes it so many; part of the snapshot's form.
+    """
+
+    def __init__(self, state: State, rollouts_per_slice: int = _ROLLOUTS_PER_PART) -> None:
+        self.num_events = state.num_events
+        self._state = state
+        with _no_search_for_cycles():
+            self._plain = tuple(
+                getattr(state, name) if shape.pack is None else shape.pack(getattr(state, name))
+                for name, shape in _PLAIN.items()
+            )
+            self._live_groups = list(state.live_groups)
+            self._rollouts = list(state.rollouts)
+            self._attempts = list(state.attempts.items())
+            self._slices = deque(_slices(state.groups.values(), rollouts_per_slice))
+        self._unread = {group.group_id for groups in self._slices for group in groups}
+        self._early: dict[str, msgspec.Raw] = {}
+        self._parts: list[bytes] = []
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all has been read, so that events matter no more."""
+        return not self._slices
+
+    def before(self, event: AnyEvent) -> None:
+        """Read what ``event`` is about to change, unless it was read."""
+        if not self._unread:
+            return
+        for group in touched_groups(self._state, event):
+            if group is not None and group.group_id in self._unread:
+                self._unread.discard(group.group_id)
+                self._early[group.group_id] = msgspec.Raw(_ENCODER.encode(_group_row(group)))
+
+    def read_slice(self) -> None:
+        """Read some of the groups."""
+        groups = self._slices.popleft()
+        with _no_search_for_cycles():
+            rows = [self._row(group) for group in groups]
+            self._parts.append(_ENCODER.encode(rows))
+
+    def _row(self, group: Group) -> "_GroupRow | msgspec.Raw":
+        if group.group_id not in self._unread:
+            return self._early.pop(group.group_id)
+        self._unread.remove(group.group_id)
+        return _group_row(group)
+
+    def parts(self) -> tuple[bytes, ...]:
+        """The parts of the snapshot; what they are made of does not change any more.
+
+        Raises:
+            ValueError: not all has been read.
+        """
+        if not self.is_whole:
+            raise ValueError(f"all groups must have been read, {len(self._unread)} have not")
+        attempts = [(attempt_id, rollout.rollout_id) for attempt_id, rollout in self._attempts]
+        links = _Links(live_groups=self._live_groups, rollouts=self._rollouts, attempts=attempts)
+        return (_ENCODER.encode((self._plain, links)), *self._parts)
+
+
+def _slices(groups: Iterable[Group], size: int) -> Iterator[list[Group]]:
+    """The groups in order, cut by the number of their rollouts now."""
+    chosen: list[Group] = []
+    num_rollouts = 0
+    for group in groups:
+        chosen.append(group)
+        num_rollouts += len(group.rollouts)
+        if num_rollouts >= size:
+            yield chosen
+            chosen, num_rollouts = [], 0
+    if chosen:
+        yield chosen
+
+
+def _group_row(group: Group) -> _GroupRow:
+    pack_rollout = _ROLLOUTS.pack
+    return _GROUPS.pack(group), [pack_rollout(rollout) for rollout in group.rollouts]
+
+
 def capture(state: State) -> Capture:
-    """What a snapshot needs of a state that goes on; the short part of the work."""
-    with _no_search_for_cycles():
-        return _capture(state)
-
-
-def _capture(state: State) -> Capture:
-    plain = tuple(
-        getattr(state, name) if shape.pack is None else shape.pack(getattr(state, name))
-        for name, shape in _PLAIN.items()
-    )
-    links = _Links(
-        live_groups=list(state.live_groups),
-        rollouts=list(state.rollouts),
-        attempts=[(attempt_id, rollout.rollout_id) for attempt_id, rollout in state.attempts.items()],
-    )
-    pack_group, pack_rollout = _GROUPS.pack, _ROLLOUTS.pack
-    groups = [
-        (pack_group(group), [pack_rollout(rollout) for rollout in group.rollouts]) for group in state.groups.values()
-    ]
-    return Capture(state.num_events, plain, links, groups)
+    """All of a state, read at once."""
+    captured = Capture(state)
+    while not captured.is_whole:
+        captured.read_slice()
+    return captured
 
 
 def pack(captured: Capture, head: Head) -> bytes:
-    """The snapshot of what was captured.
-
-    It is encoded in many small parts, so that other threads run in between.
+    """The snapshot of what was captured. It touches nothing of the live state, so another thread can do it.
 
     Raises:
-        ValueError: the head is of another event.
+        ValueError: the head is of another event, or the capture is not whole.
     """
     if captured.num_events != head.number:
         raise ValueError(f"head must be that of event {captured.num_events}, is of {head.number}")
-    base = _ENCODER.encode((captured.plain, captured.links))
-    starts = range(0, len(captured.groups), _GROUPS_PER_PART)
-    parts = (base, *(_ENCODER.encode(captured.groups[start : start + _GROUPS_PER_PART]) for start in starts))
+    parts = captured.parts()
     snapshot = Snapshot(
         format_version=FORMAT_VERSION,
         fields_digest=fields_digest(),

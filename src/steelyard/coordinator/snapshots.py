@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from steelyard.coordinator.commits import CommitQueue
 from steelyard.coordinator.entities import State
+from steelyard.coordinator.events import AnyEvent
 from steelyard.coordinator.journal.base import Journal
 from steelyard.coordinator.snapshot import Capture, capture, pack
 from steelyard.errors import IntegrityError, StorageFailed
@@ -16,9 +17,10 @@ logger = logging.getLogger(__name__)
 class SnapshotWriter:
     """Writes a snapshot every so many committed events, from one background task, and one at ``close``.
 
-    *Consumes* the live state: its rows are taken at once, between two events; encoding and writing happen in a
-    thread. *Waits for* the commit of what it took, bounded by the journal. *Unblocked by* ``committed``. *Produces*
-    snapshots in the journal. A store that refuses one is reported and costs nothing but time at the next recovery.
+    *Consumes* the live state, in slices between which everybody else runs; ``before`` lets it read what an event is
+    about to change. Writing happens in a thread. *Waits for* the commit of what it took, bounded by the journal.
+    *Unblocked by* ``committed``. *Produces* snapshots in the journal. A store that refuses one is reported and costs
+    nothing but time at the next recovery.
 
     Args:
         state: the live state.
@@ -47,6 +49,7 @@ class SnapshotWriter:
         self._on_failure = on_failure
         self._due = asyncio.Event()
         self._is_closing = False
+        self._capture: Capture | None = None
         self._task = asyncio.create_task(self._run(), name="journal-snapshots")
         self._task.add_done_callback(self._on_done)
 
@@ -57,6 +60,11 @@ class SnapshotWriter:
         """
         if num_committed - self.num_covered >= max(self._every_events, len(self._state.rollouts)):
             self._due.set()
+
+    def before(self, event: AnyEvent) -> None:
+        """``event`` is about to be applied to the live state."""
+        if self._capture is not None:
+            self._capture.before(event)
 
     async def close(self) -> None:
         """Finish what is being written, then cover all that is committed. After a failure nothing is written."""
@@ -78,7 +86,16 @@ class SnapshotWriter:
             await self._due.wait()
             self._due.clear()
             if not self._is_closing:
-                await self._write(capture(self._state))
+                await self._write(await self._read())
+
+    async def _read(self) -> Capture:
+        """The state as it is now, however much it changes until all of it has been read."""
+        self._capture = captured = Capture(self._state)
+        while not captured.is_whole:
+            captured.read_slice()
+            await asyncio.sleep(0)
+        self._capture = None
+        return captured
 
     async def _write(self, captured: Capture) -> None:
         number = captured.num_events

@@ -13,6 +13,8 @@ from aiohttp import web
 
 from steelyard.clock import Clock
 from steelyard.errors import DeadlineExceeded, EngineError, InputError, Refused, RunError
+from steelyard.gateway.attempt_protocol import ATTEMPTS_PATH
+from steelyard.gateway.attempts import AttemptEndpoint
 from steelyard.gateway.capability import KeyRing
 from steelyard.gateway.dialects import openai, openai_replies
 from steelyard.gateway.service import Completion, Gateway, Overloaded
@@ -66,6 +68,7 @@ class GatewayServer:
     Args:
         port: 0 takes a free one, which :meth:`start` returns.
         model_name: what ``/v1/models`` lists. Requests may name any model; there is one policy.
+        attempts: serves workers on other machines; None serves none.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class GatewayServer:
         port: int = 0,
         model_name: str = "steelyard-policy",
         limits: HttpLimits | None = None,
+        attempts: AttemptEndpoint | None = None,
     ) -> None:
         self._gateway = gateway
         self._keys = keys
@@ -102,6 +106,9 @@ class GatewayServer:
             ("GET", "/v1/models"): self._models,
             ("GET", "/health"): self._health,
         }
+        if attempts is not None:
+            self._endpoints["GET", ATTEMPTS_PATH] = attempts.check
+            self._endpoints["POST", ATTEMPTS_PATH] = attempts.call
 
     async def start(self) -> str:
         """Listen; returns the base URL, which ends in ``/v1``.
@@ -264,7 +271,10 @@ class GatewayServer:
                 return _try_later(429, error, "rate_limit_exceeded", error.retry_after_s)
             case Overloaded():
                 return _try_later(503, error, "overloaded", error.retry_after_s)
-            case DeadlineExceeded() | RunError():
+            case DeadlineExceeded():
+                _LOG.warning("request failed: %s", error)
+                return _try_later(503, error, "deadline_exceeded", 1.0)
+            case RunError():
                 _LOG.warning("request failed: %s", error)
                 return _try_later(503, error, "unavailable", 1.0)
             case EngineError():

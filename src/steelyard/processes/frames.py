@@ -79,6 +79,7 @@ _BY_MESSAGE: dict[str, type[errors.SteelyardError]] = {
         errors.RunDirectoryError,
         errors.RunError,
         errors.StorageFailed,
+        errors.JournalFenced,
         errors.IllegalTransition,
         errors.IntegrityError,
         errors.EngineError,

@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
+from steelyard.coordinator.capability import CapabilityRing, Role
 from steelyard.coordinator.service import Coordinator
+from steelyard.errors import Refused
+from steelyard.gateway.capability import AttemptDirectory
 from steelyard.gateway.recorder import Recorder
 from steelyard.gateway.service import Gateway
 from steelyard.run.news import ToolTimes
@@ -42,6 +45,38 @@ class LiveAttempts:
             deadline_at_s=lease.issued_at_s + self._attempt_deadline_s,
         )
 
+    def holder(self, attempt_id: str) -> str:
+        """The worker that holds a live attempt.
+
+        Raises:
+            Refused: the attempt is not alive: ``unknown``, ``late`` or ``expired``.
+        """
+        state = self._coordinator.state
+        rollout = state.attempts.get(attempt_id)
+        if rollout is None or not self._coordinator.is_alive(attempt_id):
+            reason = "late" if rollout is not None else state.ended_attempts.get(attempt_id, "unknown")
+            raise Refused(reason, f"attempt {attempt_id} is not alive")
+        assert rollout.worker_id is not None, "a held attempt has a worker"
+        return rollout.worker_id
+
+
+class WorkerKeys:
+    """The coordinator's keys as the gateway sees them: those of workers."""
+
+    def __init__(self, keys: CapabilityRing) -> None:
+        self._keys = keys
+
+    def worker_of(self, key: str, now_s: float) -> str:
+        """The worker's name.
+
+        Raises:
+            Refused: ``foreign`` or ``expired``.
+        """
+        holder = self._keys.verify(key, now_s)
+        if holder.role is not Role.WORKER:
+            raise Refused("foreign", f"the key must be of a worker, got one of a {holder.role}")
+        return holder.worker_id
+
 
 class Leases:
     """The coordinator as a harness worker sees it."""
@@ -78,7 +113,7 @@ class InProcessChat:
 class Sealer:
     """The recorder as the harness sees it; latencies of tools are noted on the way."""
 
-    def __init__(self, recorder: Recorder, attempts: LiveAttempts, times: ToolTimes) -> None:
+    def __init__(self, recorder: Recorder, attempts: AttemptDirectory, times: ToolTimes) -> None:
         self._recorder = recorder
         self._attempts = attempts
         self._times = times

@@ -11,14 +11,15 @@ from steelyard.config import Config
 from steelyard.coordinator.audit import AuditReport, audit
 from steelyard.coordinator.audit_deep import DeepAudit
 from steelyard.coordinator.audit_evidence import AdvantageFunction, AuditStores, StoredVersion
-from steelyard.coordinator.journal.sqlite import SqliteJournalReader
-from steelyard.digests import digest_bytes, digest_file
+from steelyard.digests import digest_bytes
 from steelyard.errors import IntegrityError
+from steelyard.run.blob_reading import BlobReader, reading_blobs
 from steelyard.run.directory import RunDirectory
+from steelyard.run.journals import open_journal_reader
 from steelyard.run.recomputing import recomputing
 from steelyard.run.training import advantages_of
 from steelyard.traces.ledger import read_ledger
-from steelyard.traces.sealed import SealedTraces
+from steelyard.traces.shared_ledger import SharedLedger
 from steelyard.types import FileDigest, Score, StepBatch, Trace
 from steelyard.weights.manifest import file_digest, read_manifest, weights_digest
 from steelyard.weights.stored import stored_parameters
@@ -31,8 +32,11 @@ def audit_run(directory: RunDirectory) -> AuditReport:
 
     Raises:
         IntegrityError: the journal cannot be opened at all.
+        StorageFailed: the store of the blobs cannot be reached, which says nothing about the run.
     """
-    return audit(_stores(directory, config_file.load(directory.config)))
+    config = config_file.load(directory.config)
+    with reading_blobs(directory, config.blobs) as blobs:
+        return audit(_stores(directory, config, blobs))
 
 
 def audit_run_deeply(directory: RunDirectory, *, seed: int, num_attempts: int) -> AuditReport:
@@ -43,27 +47,33 @@ def audit_run_deeply(directory: RunDirectory, *, seed: int, num_attempts: int) -
         ProcessDied, DeadlineExceeded: the process that computes does not come up, or ends.
     """
     config = config_file.load(directory.config)
-    with recomputing(config, directory) as recompute:
+    with recomputing(config, directory) as recompute, reading_blobs(directory, config.blobs) as blobs:
         deep = DeepAudit(
             recompute=recompute,
             rng=random.Random(seed),
             num_attempts=num_attempts,
             tolerance=config.inference.probe_tolerance,
         )
-        return audit(_stores(directory, config), deep)
+        return audit(_stores(directory, config, blobs), deep)
 
 
-def _stores(directory: RunDirectory, config: Config) -> AuditStores:
+def _stores(directory: RunDirectory, config: Config, blobs: BlobReader) -> AuditStores:
     return AuditStores(
-        journal=SqliteJournalReader(directory.journal),
-        traces=_Traces(directory.traces),
+        journal=open_journal_reader(config, directory),
+        traces=_Traces(blobs),
         batches=_Batches(directory.batches),
-        artifacts=_Artifacts(directory.artifacts),
+        artifacts=_Artifacts(blobs),
         weights=_Weights(directory),
         checkpoints=_Checkpoints(directory.checkpoints),
-        recorded=read_ledger(directory.traces / "recorded.log"),
+        recorded=_recorded(directory),
         advantages=_advantages(config),
     )
+
+
+def _recorded(directory: RunDirectory) -> Mapping[str, int]:
+    """What the control process counted, and what gateways elsewhere did; no attempt is in both."""
+    elsewhere = SharedLedger(directory.recorded).by_attempt() if directory.recorded.is_dir() else {}
+    return {**read_ledger(directory.traces / "recorded.log"), **elsewhere}
 
 
 def _advantages(config: Config) -> AdvantageFunction:
@@ -75,11 +85,11 @@ def _advantages(config: Config) -> AdvantageFunction:
 
 
 class _Traces:
-    def __init__(self, root: Path) -> None:
-        self._store = SealedTraces(root)
+    def __init__(self, blobs: BlobReader) -> None:
+        self._blobs = blobs
 
     def read(self, attempt_id: str) -> tuple[Trace, str]:
-        return self._store.read_now(attempt_id)
+        return self._blobs.trace(attempt_id)
 
 
 class _Batches:
@@ -96,15 +106,11 @@ class _Batches:
 
 
 class _Artifacts:
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, blobs: BlobReader) -> None:
+        self._blobs = blobs
 
     def digest(self, artifact_digest: str) -> str:
-        path = self._root / artifact_digest[:2] / artifact_digest
-        try:
-            return digest_file(path)[0]
-        except OSError as error:
-            raise IntegrityError(f"artifact {artifact_digest} must be stored at {path}: {error}") from error
+        return self._blobs.artifact_digest(artifact_digest)
 
 
 class _Weights:

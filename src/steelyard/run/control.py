@@ -11,21 +11,15 @@ The end or failure of any loop ends all; what the journal holds is then what cou
 """
 
 import asyncio
-import random
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from steelyard import config_file
 from steelyard.clock import Clock, SystemClock
 from steelyard.config import Config
 from steelyard.coordinator.admission import evaluating
-from steelyard.coordinator.journal.base import Journal
-from steelyard.coordinator.journal.memory import MemoryJournal
-from steelyard.coordinator.journal.sqlite import SqliteJournal, SqliteJournalReader
-from steelyard.coordinator.records import CoordinatorSettings
+from steelyard.coordinator.capability import CapabilityRing
 from steelyard.coordinator.service import Coordinator
-from steelyard.digests import digest_bytes
 from steelyard.environments.base import Environment
 from steelyard.environments.base import Services as EnvironmentServices
 from steelyard.environments.registry import make_environment
@@ -37,26 +31,28 @@ from steelyard.inference.router import Router
 from steelyard.observe.rows import EvaluationLabel, StageName
 from steelyard.processes.faults import FaultPlan, fault_hook
 from steelyard.processes.supervision import supervise, task_group
+from steelyard.run.blob_place import keep_logs
+from steelyard.run.coordinators import open_coordinator, serving_others
+from steelyard.run.describing import describe_run
 from steelyard.run.directory import RunDirectory
 from steelyard.run.evaluation import Evaluator
+from steelyard.run.journals import open_journal, open_journal_reader
 from steelyard.run.news import News
 from steelyard.run.processes import Children, stopping
-from steelyard.run.recovery import replay, starting_point, sweep, sweep_traces
+from steelyard.run.recovery import replay, starting_point, sweep
 from steelyard.run.rollouts import RolloutSide
 from steelyard.run.scratch import scratch_folder
+from steelyard.run.secret import run_secret
 from steelyard.run.stores import Stores
+from steelyard.run.sweeping import held_attempts, sweep_blobs
 from steelyard.run.training import TrainingLoop
 from steelyard.run.versions import VersionKeeper
 from steelyard.sandbox.function_calls import run_function_calls
 from steelyard.sandbox.registry import end_abandoned_sandboxes
-from steelyard.tasks.sampler import ShuffledStream
 from steelyard.trainer.client import TrainerClient
 
-_ENDLESS = 1 << 30
-"""Tasks of an environment that names no number: more than any run draws."""
 _MAX_REPLAYS = 3
 _DEATH_NOTICE_S = 2.0
-TRAIN_SPLIT = "train"
 
 
 @dataclass(frozen=True)
@@ -94,9 +90,11 @@ async def run_control(context: RunContext) -> None:
         foundation = await _lay_foundation(context, stack)
         await foundation.coordinator.abandon("the control process was started again")
         await sweep(foundation.coordinator, context.directory, foundation.stores)
-        if context.config.journal.kind == "sqlite":
-            journal = SqliteJournalReader(context.directory.journal)
-            await sweep_traces(journal, foundation.stores.traces, foundation.clock.now_s())
+        if context.config.journal.kind != "memory":
+            journal = open_journal_reader(context.config, context.directory)
+            live = held_attempts(foundation.coordinator.state)
+            now_s, min_age_s = foundation.clock.now_s(), context.config.blobs.max_upload_s
+            await sweep_blobs(journal, live, foundation.stores, now_s=now_s, min_age_s=min_age_s)
         await Control(context, foundation).run()
 
 
@@ -105,26 +103,18 @@ async def _lay_foundation(context: RunContext, stack: AsyncExitStack) -> Foundat
     config, directory = context.config, context.directory
     clock, ids, fault = SystemClock(), RandomIds(), fault_hook(context.fault, "control")
     directory.make_folders()
-    stores = Stores.open(directory, fault)
+    stores = Stores.open(directory, fault, config.blobs)
     stack.push_async_callback(stores.close)
+    if stores.objects is not None:
+        stack.push_async_callback(keep_logs, stores.objects, directory, config.blobs.call_deadline_s)
     stores.versions.sweep()
     services = EnvironmentServices(run_function=run_function_calls, call_deadline_s=config.sandbox.call_deadline_s)
     environment = make_environment(config.environment.kind, config.environment.options, services)
     recorder = Recorder(stores.traces, stores.ledger, context.news.counters, clock)
-    is_durable = config.journal.kind == "sqlite"
-    journal: Journal = SqliteJournal(directory.journal, fault) if is_durable else MemoryJournal()
-    coordinator = await Coordinator.open(
-        journal=journal,
-        settings=CoordinatorSettings.from_config(config),
-        clock=clock,
-        ids=ids,
-        run_id=ids.new("run"),
-        seed=config.run.seed,
-        config_digest=digest_bytes(config_file.to_yaml(config).encode()),
-        open_traces=recorder,
-        stream=_task_stream(environment, config),
-        counters=context.news.counters,
-        jitter=random.Random(config.run.seed),
+    journal = open_journal(config, directory, fault)
+    stack.push_async_callback(journal.close)  # also where the coordinator does not come to own it
+    coordinator = await open_coordinator(
+        config, environment, journal, recorder, clock=clock, ids=ids, counters=context.news.counters
     )
     stack.push_async_callback(coordinator.close)
     sockets = stack.enter_context(scratch_folder())
@@ -133,13 +123,6 @@ async def _lay_foundation(context: RunContext, stack: AsyncExitStack) -> Foundat
     stack.push_async_callback(asyncio.to_thread, end_abandoned_sandboxes, directory.sandboxes)
     children = await stack.enter_async_context(stopping(Children(config, directory, sockets, clock, context.fault)))
     return Foundation(clock, ids, stores, environment, coordinator, recorder, children)
-
-
-def _task_stream(environment: Environment, config: Config) -> ShuffledStream | None:
-    if config.train.max_steps == 0:
-        return None
-    num_tasks = environment.num_tasks(TRAIN_SPLIT) or _ENDLESS
-    return ShuffledStream(num_tasks, config.run.seed, lambda index: environment.task_id(TRAIN_SPLIT, index))
 
 
 class Control:
@@ -177,13 +160,22 @@ class Control:
     async def _run(self) -> None:
         context, base = self._context, self._base
         context.news.stage(StageName.START)
-        async with RolloutSide(context.config, base.environment, base.children, context.news) as rollouts:
+        config, directory, counters = context.config, context.directory, context.news.counters
+        # Keys of workers elsewhere are the coordinator's, at the gateway too.
+        keys = None if config.coordinator.port is None else CapabilityRing(run_secret(directory))
+        description = describe_run(config, base.environment, directory)
+        async with RolloutSide(config, base.environment, base.children, context.news, keys) as rollouts:
             trainer, engines = await self._start_children()
             router = Router(engines)
             versions = self._keeper(trainer, router)
             trainer = await self._catch_up(trainer, versions)
             await self._bring_weights_up(trainer, versions)
-            async with rollouts.serving(base, router, self._model_dir()) as serving:
+            async with (
+                rollouts.serving(base, router, self._model_dir()) as serving,
+                serving_others(config, directory, base.coordinator, base.clock, counters, description) as url,
+            ):
+                if url is not None:
+                    context.news.note(f"workers and scorers elsewhere join at {url}, gateway {serving.gateway_url}")
                 await supervise(
                     *serving.loops(),
                     versions.run(),

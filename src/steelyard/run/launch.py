@@ -17,7 +17,6 @@ from steelyard.clock import SystemClock
 from steelyard.config import Config
 from steelyard.coordinator.events import RunFinished
 from steelyard.coordinator.journal.base import decode
-from steelyard.coordinator.journal.sqlite import SqliteJournalReader
 from steelyard.environments.base import Services
 from steelyard.environments.registry import make_environment
 from steelyard.errors import SteelyardError, StorageFailed
@@ -28,9 +27,11 @@ from steelyard.observe.progress import RunPlan
 from steelyard.observe.report import ReportInput, installed_versions, write_report
 from steelyard.observe.rows import StageName, read_rows
 from steelyard.processes.faults import FaultPlan
+from steelyard.run.blob_place import check_place, with_own_folder
 from steelyard.run.control import RunContext, run_control
-from steelyard.run.directory import RunDirectory, RunLock, existing_directory, new_directory
+from steelyard.run.directory import RunDirectory, RunLock, existing_directory, new_directory, write_config
 from steelyard.run.evaluation import num_planned
+from steelyard.run.journals import check_journal, open_journal_reader, require_new_journal
 from steelyard.run.news import News
 from steelyard.run.policy import check_policy, prepare_policy
 from steelyard.run.scratch import scratch_folder
@@ -48,6 +49,7 @@ def check_environment(config: Config) -> None:
     """
     make_environment(config.environment.kind, config.environment.options, Services(run_function=run_function_calls))
     check_policy(config)
+    check_journal(config)
 
 
 def start(config: Config, *, cache_dir: Path, fault: FaultPlan | None = None) -> int:
@@ -58,15 +60,12 @@ def start(config: Config, *, cache_dir: Path, fault: FaultPlan | None = None) ->
         RunError: the run failed and can be resumed.
     """
     check_environment(config)
+    check_place(config.blobs)
     directory = new_directory(config.run.name, config.run.dir)
+    config = with_own_folder(config, directory)
     with RunLock(directory):
-        try:
-            # Written last of what makes a run: a directory with it can be resumed.
-            temporary = directory.config.with_suffix(".tmp")
-            temporary.write_text(config_file.to_yaml(config), encoding="utf-8")
-            temporary.rename(directory.config)
-        except OSError as error:
-            raise StorageFailed(f"{directory.config} must be writable, got: {error.strerror}") from None
+        require_new_journal(config, directory)
+        write_config(config, directory)
         return _carry_through(config, directory, cache_dir, fault)
 
 
@@ -80,21 +79,23 @@ def resume(path: str, *, cache_dir: Path, fault: FaultPlan | None = None) -> int
     directory = existing_directory(path)
     with RunLock(directory):
         config = config_file.load(directory.config)
-        if is_finished(directory):
+        if is_finished(config, directory):
             _say(sys.stdout, f"{shown(directory)} is finished: there is nothing to go on with")
             return 0
         return _carry_through(config, directory, cache_dir, fault)
 
 
-def is_finished(directory: RunDirectory) -> bool:
+def is_finished(config: Config, directory: RunDirectory) -> bool:
     """Whether the last event of the run's journal is RUN_FINISHED.
 
     Raises:
-        IntegrityError: the file is no journal.
+        IntegrityError: it is no journal.
+        StorageFailed: it cannot be read.
     """
-    if not directory.journal.is_file():
+    kind = config.journal.kind
+    if kind == "memory" or (kind == "sqlite" and not directory.journal.is_file()):
         return False
-    last = deque(SqliteJournalReader(directory.journal).records(), maxlen=1)
+    last = deque(open_journal_reader(config, directory).records(), maxlen=1)
     return bool(last) and isinstance(decode(last[0].payload), RunFinished)
 
 

@@ -4,8 +4,6 @@ import asyncio
 import logging
 from typing import NamedTuple
 
-from steelyard.coordinator.events import ArtifactReady
-from steelyard.coordinator.journal.base import JournalReader, decode
 from steelyard.coordinator.records import PendingStep
 from steelyard.coordinator.service import Coordinator
 from steelyard.coordinator.transitions import VersionState
@@ -13,7 +11,6 @@ from steelyard.durable import remove_directory, storage_errors
 from steelyard.run.directory import RunDirectory
 from steelyard.run.stores import Stores
 from steelyard.run.versions import VersionKeeper
-from steelyard.traces.store import TraceStore
 from steelyard.trainer.client import TrainerClient
 from steelyard.trainer.records import TrainRequest
 
@@ -63,26 +60,6 @@ async def sweep(coordinator: Coordinator, directory: RunDirectory, stores: Store
     for step in await stores.batches.steps():
         if step not in state.kept_batches:
             await stores.batches.delete(step)
-
-
-async def sweep_traces(journal: JournalReader, traces: TraceStore, now_s: float) -> tuple[str, ...]:
-    """Remove the traces of attempts that ended without handing one in; returns these attempts.
-
-    To be called while nobody samples: every attempt that the journal does not know as sealed is then over.
-
-    Raises:
-        IntegrityError: a record of the journal is no event.
-    """
-    keep = await asyncio.to_thread(_sealed_attempts, journal)
-    swept = await traces.sweep(keep, 0.0, now_s)
-    if swept:
-        logger.info("removed what %d attempts recorded that never handed it in", len(swept))
-    return swept
-
-
-def _sealed_attempts(journal: JournalReader) -> frozenset[str]:
-    events = (decode(record.payload) for record in journal.records())
-    return frozenset(event.report.attempt_id for event in events if isinstance(event, ArtifactReady))
 
 
 class Diverged(NamedTuple):

@@ -3,14 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from steelyard import config_file
 from steelyard.coordinator import events as e
 from steelyard.coordinator.journal.base import decode
-from steelyard.coordinator.journal.sqlite import SqliteJournalReader
 from steelyard.errors import InputError, IntegrityError
 from steelyard.gateway.codec import TokenCodec
+from steelyard.run.blob_reading import BlobReader, reading_blobs
 from steelyard.run.directory import RunDirectory
+from steelyard.run.journals import open_journal_reader
 from steelyard.traces.export import show_trace
-from steelyard.traces.sealed import SealedTraces
 from steelyard.types import Score
 
 
@@ -51,8 +52,16 @@ def show_rollout(directory: RunDirectory, wanted: str, *, with_tokens: bool) -> 
     if found is None:
         raise InputError(f"ROLLOUT must be the id of a rollout or attempt of {directory.path.name}, got {wanted}")
     lines = [f"rollout {found.rollout_id} of task {found.task_id} ({found.purpose}): {_verdict(found)}"]
-    store = SealedTraces(directory.traces)
     codec = _codec(directory)
+    with reading_blobs(directory, config_file.load(directory.config).blobs) as blobs:
+        lines += _attempt_lines(found, wanted, blobs, codec, with_tokens=with_tokens)
+    return "\n".join(lines) + "\n"
+
+
+def _attempt_lines(
+    found: _Rollout, wanted: str, blobs: BlobReader, codec: TokenCodec, *, with_tokens: bool
+) -> list[str]:
+    lines = []
     for number, (attempt_id, fate) in enumerate(zip(found.attempt_ids, found.fates, strict=True), start=1):
         if wanted not in (found.rollout_id, attempt_id):
             continue
@@ -60,10 +69,10 @@ def show_rollout(directory: RunDirectory, wanted: str, *, with_tokens: bool) -> 
         score = found.scores.get(attempt_id)
         if score is not None:
             lines.append(f"score {score.value} by {score.verifier_version}: {score.detail}")
-        if store.is_sealed(attempt_id):
-            trace, digest = store.read_now(attempt_id)
+        if blobs.has_trace(attempt_id):
+            trace, digest = blobs.trace(attempt_id)
             lines.append(show_trace(trace, digest, codec.decode, with_tokens=with_tokens))
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _codec(directory: RunDirectory) -> TokenCodec:
@@ -89,7 +98,8 @@ def _verdict(rollout: _Rollout) -> str:
 def _read(directory: RunDirectory) -> dict[str, _Rollout]:
     rollouts: dict[str, _Rollout] = {}
     of_attempt: dict[str, _Rollout] = {}
-    for record in SqliteJournalReader(directory.journal).records():
+    reader = open_journal_reader(config_file.load(directory.config), directory)
+    for record in reader.records():
         _take(decode(record.payload), rollouts, of_attempt)
     return rollouts
 

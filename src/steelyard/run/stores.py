@@ -4,13 +4,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from steelyard.config import BlobsConfig
 from steelyard.run.directory import RunDirectory
-from steelyard.traces.blobs import BlobStore, DurableWriter
+from steelyard.traces.blobs import BlobStore
+from steelyard.traces.durable_writer import DurableWriter
 from steelyard.traces.ledger import TokenLedger
+from steelyard.traces.local_objects import LocalObjects
+from steelyard.traces.objects import ObjectStore
+from steelyard.traces.opening import open_objects
 from steelyard.traces.store import TraceStore
 from steelyard.weights.retention import VersionStore
 
 _BATCH_SUFFIX = ".msgpack"
+
+ARTIFACT_PREFIX = "artifacts/"
+"""Of the keys of artifacts, where blobs are not in the run directory."""
 
 
 class BatchStore:
@@ -49,28 +57,38 @@ class BatchStore:
 
 @dataclass(frozen=True)
 class Stores:
-    """Everything durable of a run beside its journal."""
+    """Everything durable of a run beside its journal. ``objects``: where blobs are kept outside the run directory."""
 
     traces: TraceStore
     ledger: TokenLedger
     artifacts: BlobStore
     batches: BatchStore
     versions: VersionStore
+    objects: ObjectStore | None
 
     @classmethod
-    def open(cls, directory: RunDirectory, fault: Callable[[str], None]) -> "Stores":
-        """Open the stores in a run directory whose folders exist.
+    def open(cls, directory: RunDirectory, fault: Callable[[str], None], blobs: BlobsConfig | None = None) -> "Stores":
+        """Open the stores of a run whose folders exist; ``blobs`` None is the run directory.
 
         Raises:
             StorageFailed: the disk refuses.
+            ConfigError: a package is missing that ``blobs`` needs.
         """
+        blobs = blobs or BlobsConfig()
+        objects = None if blobs.url is None else open_objects(blobs.url, blobs)
+        artifacts = (
+            BlobStore(LocalObjects(directory.artifacts, fault, spare_younger_s=blobs.max_upload_s))
+            if objects is None
+            else BlobStore(objects, ARTIFACT_PREFIX)
+        )
         ledger = TokenLedger(directory.traces / "recorded.log")
         return cls(
-            traces=TraceStore(directory.traces, fault, before_seal=ledger.sync),
+            traces=TraceStore(directory.traces, fault, before_seal=ledger.sync, archive=objects),
             ledger=ledger,
-            artifacts=BlobStore(directory.artifacts, fault),
+            artifacts=artifacts,
             batches=BatchStore(directory.batches, fault),
             versions=VersionStore(directory.weights),
+            objects=objects,
         )
 
     async def close(self) -> None:
@@ -79,3 +97,10 @@ class Stores:
         await self.artifacts.close()
         await self.batches.close()
         self.ledger.close()
+
+
+def artifacts_url(directory: RunDirectory, blobs: BlobsConfig) -> str:
+    """Where another process finds the run's artifacts, with :func:`steelyard.traces.opening.open_blob_store`."""
+    if blobs.url is None:
+        return f"file://{directory.artifacts}"
+    return f"{blobs.url.rstrip('/')}/{ARTIFACT_PREFIX.rstrip('/')}"

@@ -7,11 +7,12 @@
 import asyncio
 import logging
 from collections import deque
-from typing import Protocol
+from typing import Any, Protocol
 
-from steelyard.errors import IntegrityError, Refused, StorageFailed
+from steelyard.errors import IntegrityError, Refused, SteelyardError, StorageFailed
 from steelyard.metrics import Counters
 from steelyard.scoring.base import ArtifactSource, ScoreSource
+from steelyard.scoring.verifier import no_score
 from steelyard.types import Outcome, Record, Score, ScoreJob
 
 logger = logging.getLogger(__name__)
@@ -30,12 +31,18 @@ class JobGrader(Protocol):
 
 
 class WorkerSettings(Record, frozen=True, kw_only=True):
-    """``poll_s`` bounds one wait for jobs. Alarm: this share of the last gradings gave no verdict."""
+    """``poll_s`` bounds one wait for jobs. Alarm: this share of the last gradings gave no verdict.
+
+    ``drain_deadline_s``: how long gradings may go on once the worker is told to stop. ``call_deadline_s``: for handing
+    back those that are not done by then.
+    """
 
     worker_id: str
     alarm_failure_frac: float
     poll_s: float = 5.0
     artifact_deadline_s: float = 30.0
+    drain_deadline_s: float = 30.0
+    call_deadline_s: float = 10.0
 
 
 class FailureAlarm:
@@ -60,7 +67,10 @@ class FailureAlarm:
 
 
 class ScoringWorker:
-    """Runs until cancelled; jobs under way are then dropped, and offered again by the coordinator."""
+    """Runs until cancelled; jobs under way are then dropped, and offered again by the coordinator.
+
+    Told to stop it takes no more jobs, ends those that it has, and hands back what is not done in time.
+    """
 
     def __init__(
         self, source: ScoreSource, artifacts: ArtifactSource, grader: JobGrader, settings: WorkerSettings,
@@ -71,33 +81,66 @@ class ScoringWorker:
         self._grader = grader
         self._settings = settings
         self._counters = counters
-        self._jobs: set[asyncio.Task[None]] = set()
+        self._jobs: dict[asyncio.Task[None], ScoreJob] = {}
         self.alarm = FailureAlarm(settings.alarm_failure_frac)
 
-    async def run(self) -> None:
-        """Work until cancelled.
+    @property
+    def num_live(self) -> int:
+        """Jobs under way."""
+        return len(self._jobs)
+
+    async def run(self, stop: asyncio.Event | None = None) -> None:
+        """Work until cancelled, or until ``stop`` is set and what is under way has ended.
 
         Raises:
             SteelyardError: the coordinator cannot be reached, or refuses to lease.
         """
+        told = stop if stop is not None else asyncio.Event()
+        stopping = asyncio.create_task(told.wait(), name="stop")
         try:
-            while True:
-                await self._reap()
+            while not told.is_set():
                 free = self._grader.capacity - len(self._jobs)
+                if free <= 0:
+                    await self._reap(stopping, timeout_s=None)
+                    continue
                 for job in await self._source.lease_scores(self._settings.worker_id, free, self._settings.poll_s):
-                    self._jobs.add(asyncio.create_task(self._work(job), name=f"score {job.job_id}"))
+                    self._jobs[asyncio.create_task(self._work(job), name=f"score {job.job_id}")] = job
+                await self._reap(stopping, timeout_s=0)
+            await self._drain()
         finally:
-            for task in self._jobs:
+            for task in (*self._jobs, stopping):
                 task.cancel()
-            await asyncio.gather(*self._jobs, return_exceptions=True)
+            await asyncio.gather(*self._jobs, stopping, return_exceptions=True)
 
-    async def _reap(self) -> None:
-        """Take up failures of finished jobs; wait for one to finish where no more fit."""
+    async def _reap(self, stopping: asyncio.Task[Any], timeout_s: float | None) -> None:
+        """Take up failures of finished jobs; with no ``timeout_s`` wait until one has finished, or for the stop."""
         if self._jobs:
-            timeout_s = None if len(self._jobs) >= self._grader.capacity else 0
-            done, self._jobs = await asyncio.wait(self._jobs, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
+            await asyncio.wait({*self._jobs, stopping}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in [task for task in self._jobs if task.done()]:
+                del self._jobs[task]
                 task.result()
+
+    async def _drain(self) -> None:
+        """Let gradings end; those that are late are cancelled, and the coordinator is told so that others grade."""
+        if not self._jobs:
+            return
+        done, late = await asyncio.wait(self._jobs, timeout=self._settings.drain_deadline_s)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+        await asyncio.gather(*(self._hand_back(self._jobs.pop(task)) for task in late))
+        for task in done:
+            del self._jobs[task]
+            task.result()
+
+    async def _hand_back(self, job: ScoreJob) -> None:
+        self._counters.add("scoring.handed_back")
+        score = no_score(job, Outcome.CANCELLED, "", "the scorer was told to stop")
+        try:
+            async with asyncio.timeout(self._settings.call_deadline_s):
+                await self._source.score(score)
+        except (SteelyardError, TimeoutError) as error:
+            logger.warning("job %s could not be handed back, it will expire: %s", job.job_id, error)
 
     async def _work(self, job: ScoreJob) -> None:
         try:

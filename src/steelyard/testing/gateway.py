@@ -7,7 +7,10 @@ from pathlib import Path
 import msgspec
 
 from steelyard.clock import Clock, SystemClock
+from steelyard.coordinator.capability import CapabilityRing, Role
+from steelyard.errors import Refused
 from steelyard.gateway.app import GatewayServer, HttpLimits
+from steelyard.gateway.attempts import AttemptEndpoint, AttemptLimits, HeldAttempts
 from steelyard.gateway.capability import KeyRing
 from steelyard.gateway.codec import TokenCodec
 from steelyard.gateway.recorder import Recorder
@@ -15,6 +18,8 @@ from steelyard.gateway.renderer import Renderer
 from steelyard.gateway.service import Gateway, GatewayLimits
 from steelyard.ids import SeededIds
 from steelyard.metrics import Counters
+from steelyard.run.adapters import Sealer, WorkerKeys
+from steelyard.run.news import ToolTimes
 from steelyard.testing.tokenizer import write_tokenizer
 from steelyard.traces.ledger import TokenLedger
 from steelyard.traces.store import TraceStore
@@ -31,6 +36,7 @@ from steelyard.types import (
 )
 
 ATTEMPT = "att_one"
+HOLDER = "wrk_one"
 
 
 class Say(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,6 +138,12 @@ class FixedDirectory:
         """The binding of a live attempt."""
         return self.bindings.get(attempt_id)
 
+    def holder(self, attempt_id: str) -> str:
+        """:data:`HOLDER` for a live attempt; refuses any other as ``late``."""
+        if attempt_id not in self.bindings:
+            raise Refused("late", f"attempt {attempt_id} is not alive")
+        return HOLDER
+
 
 def binding(
     *,
@@ -150,7 +162,12 @@ def binding(
 
 
 class GatewayWorld:
-    """A gateway over ``directory`` with one live attempt, :data:`ATTEMPT`; all parts are attributes."""
+    """A gateway over ``directory`` with one live attempt, :data:`ATTEMPT`; all parts are attributes.
+
+    Args:
+        bindings: of other live attempts than that one, all held by :data:`HOLDER`.
+        live: knows the live attempts in their place.
+    """
 
     def __init__(
         self,
@@ -159,8 +176,10 @@ class GatewayWorld:
         *,
         template: str | None = None,
         bindings: dict[str, AttemptBinding] | None = None,
+        live: HeldAttempts | None = None,
         limits: GatewayLimits | None = None,
         http_limits: HttpLimits | None = None,
+        attempt_limits: AttemptLimits | None = None,
         clock: Clock | None = None,
         port: int = 0,
     ) -> None:
@@ -172,25 +191,47 @@ class GatewayWorld:
         self.store = TraceStore(directory / "traces", before_seal=self.ledger.sync)
         self.recorder = Recorder(self.store, self.ledger, self.counters, self.clock)
         self.directory = FixedDirectory({ATTEMPT: binding()} if bindings is None else bindings)
+        known: HeldAttempts = self.directory if live is None else live
         self.keys = KeyRing(b"k" * 32)
         ids = SeededIds(0)
         self.gateway = Gateway(
             self.renderer,
             self.generator,
             self.recorder,
-            self.directory,
+            known,
             ids=ids,
             clock=self.clock,
             counters=self.counters,
             limits=limits,
         )
+        self.workers = CapabilityRing(b"w" * 32)
+        attempts = AttemptEndpoint(
+            WorkerKeys(self.workers),
+            known,
+            Sealer(self.recorder, known, ToolTimes()),
+            self.keys,
+            clock=self.clock,
+            counters=self.counters,
+            limits=attempt_limits,
+        )
         self.server = GatewayServer(
-            self.gateway, self.keys, ids=ids, clock=self.clock, counters=self.counters, port=port, limits=http_limits
+            self.gateway,
+            self.keys,
+            ids=ids,
+            clock=self.clock,
+            counters=self.counters,
+            port=port,
+            limits=http_limits,
+            attempts=attempts,
         )
 
     def key(self, attempt_id: str = ATTEMPT) -> str:
         """An API key that is valid for an hour."""
         return self.keys.issue(attempt_id, self.clock.now_s() + 3600)
+
+    def worker_key(self, worker_id: str = HOLDER, role: Role = Role.WORKER, valid_s: float = 3600.0) -> str:
+        """A key for the endpoint of attempts."""
+        return self.workers.issue(role, worker_id, self.clock.now_s() + valid_s)
 
     async def seal(self, attempt_id: str = ATTEMPT) -> SealedTrace:
         """Seal the attempt as a harness does when the agent has submitted."""

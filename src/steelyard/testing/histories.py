@@ -35,6 +35,8 @@ class History:
         seed: of lengths, scores and failures.
         groups_per_batch, group_size: of the run's rules.
         failure_frac: share of attempts that are lost, of gradings that fail, and of verdicts that are rejected.
+
+    ``before`` is handed every event before it is applied.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class History:
         failure_frac: float = 0.03,
     ) -> None:
         self.state = State()
+        self.before: Callable[[e.AnyEvent], None] = lambda event: None
         self._sink = sink
         self._random = random.Random(seed)
         self._groups_per_batch = groups_per_batch
@@ -249,6 +252,7 @@ class History:
         return newest.version
 
     def _emit(self, event: e.AnyEvent) -> None:
+        self.before(event)
         apply(self.state, event)
         self._at_s += _TICK_S
         self._sink(event)

@@ -29,6 +29,8 @@ from steelyard.testing.small_runs import environment
 
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.02
+_bystanders: set[psutil.Process] = set()
+"""Children that had been started before, such as a database server for all tests; nobody waits for their end."""
 
 
 def main() -> int:
@@ -144,12 +146,18 @@ class Foreground:
 
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
-    """Descendants that lose their parent become children of this process, so that none goes unseen. Linux."""
+    """Descendants that lose their parent become children of this process, so that none goes unseen. Linux.
+
+    Children that it has already are not looked at, nor what they start.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    known = set(psutil.Process().children())
+    _bystanders.update(known)
     try:
         yield
     finally:
+        _bystanders.difference_update(known)
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
@@ -166,7 +174,8 @@ def left_running(deadline_s: float) -> list[str]:
 
 def _descendants() -> list[psutil.Process]:
     alive = []
-    for process in psutil.Process().children(recursive=True):
+    ours = [child for child in psutil.Process().children() if child not in _bystanders]
+    for process in [*ours, *(below for child in ours for below in _below(child))]:
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.status() != psutil.STATUS_ZOMBIE:
                 alive.append(process)
@@ -174,6 +183,13 @@ def _descendants() -> list[psutil.Process]:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(process.pid, os.WNOHANG)
     return alive
+
+
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _command_line(process: psutil.Process) -> list[str]:

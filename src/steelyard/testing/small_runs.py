@@ -9,9 +9,11 @@ from typing import Any
 
 import yaml
 
+from steelyard import config_file
 from steelyard.coordinator.events import AnyEvent
 from steelyard.coordinator.journal.base import decode
-from steelyard.coordinator.journal.sqlite import SqliteJournalReader
+from steelyard.run.directory import RunDirectory
+from steelyard.run.journals import open_journal_reader
 
 _DEADLINE_S = 100.0
 
@@ -72,4 +74,6 @@ def steelyard(*arguments: str | Path, cwd: Path | None = None) -> "subprocess.Co
 
 def journal_events(run: Path) -> list[AnyEvent]:
     """All events of a run, in order."""
-    return [decode(record.payload) for record in SqliteJournalReader(run / "journal.sqlite").records()]
+    directory = RunDirectory(run)
+    reader = open_journal_reader(config_file.load(directory.config), directory)
+    return [decode(record.payload) for record in reader.records()]

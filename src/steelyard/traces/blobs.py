@@ -1,205 +1,46 @@
-"""Durable files and the content-addressed blob store.
+"""The content-addressed blob store: bytes under their own digest, in whatever store of objects.
 
-A blob is visible only once it is whole and on the disk: temporary file, fsync, rename, fsync of the
-directory. One thread does this for several files at a time, so that a busy moment costs few flushes.
-
-    put    consumes bytes; waits for the disk; unblocked by the group's directory fsync; produces a digest
+put    consumes bytes; waits for the store; produces a digest
+get    consumes a digest; waits for the store; produces bytes that have it
 """
 
-import asyncio
-import functools
-import logging
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import TypeVar
-
-import msgspec
-
 from steelyard.digests import digest_bytes
-from steelyard.errors import IntegrityError, StorageFailed
+from steelyard.errors import IntegrityError
+from steelyard.traces.objects import ObjectStore
+from steelyard.types import Record
 
-Value = TypeVar("Value")
-_LOG = logging.getLogger(__name__)
-
-FaultHook = Callable[[str], None]
-"""Called at each named point of a durable write; a test kills the process there."""
-
-WRITE_POINTS = ("temporary_written", "fsynced", "before_rename", "renamed")
+_DIGEST_CHARS = frozenset("0123456789abcdef")
 
 
-def no_fault(point: str) -> None:
-    """The hook of real runs."""
-
-
-class PendingWrite(msgspec.Struct):
-    """One file on its way to the disk, and how far it got."""
-
-    path: Path
-    data: bytes
-    done: asyncio.Future[None]
-    temporary: Path | None = None
-    error: StorageFailed | None = None
-
-
-class BlobInfo(msgspec.Struct, frozen=True):
-    """One stored blob; ``modified_at_s`` is when it was last put."""
+class BlobInfo(Record, frozen=True, kw_only=True):
+    """One stored blob; ``modified_at_s`` is when it was last put, by the store's clock."""
 
     digest: str
     num_bytes: int
     modified_at_s: float
 
 
-class DurableWriter:
-    """Makes files durable in one thread, in groups: all that arrive during a flush form the next group.
+class BlobStore:
+    """Blobs named by their digest: ``<prefix><2 hex>/<32 hex>``. Putting equal bytes twice keeps one blob.
+
+    All calls raise StorageFailed where the store refuses or does not answer in time.
 
     Args:
-        temporary: directory for unfinished files, on the same file system as every target. Emptied here:
-            whatever lies in it was cut short by a crash.
-        name: what is written, the prefix of the points given to ``fault``.
-        fault: called as ``fault("<name>:<point>")`` with each of ``WRITE_POINTS``, once a file. An OSError
-            that it raises is treated as the disk's.
-        deadline_s: how long a caller waits for the disk.
-        before_group: blocking work done in the thread before each group.
+        objects: where the blobs lie; closed with this store.
+        prefix: of all keys, empty or ending with ``/``.
     """
 
-    def __init__(
-        self,
-        temporary: Path,
-        name: str,
-        fault: FaultHook = no_fault,
-        deadline_s: float = 30.0,
-        before_group: Callable[[], None] | None = None,
-    ) -> None:
-        self._temporary = temporary
-        self._name = name
-        self._fault = fault
-        self._deadline_s = deadline_s
-        self._before_group = before_group
-        self._pending: list[PendingWrite] = []
-        self._flusher: asyncio.Task[None] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"durable-{name}")
-        self._num_files = 0
-        temporary.mkdir(parents=True, exist_ok=True)
-        for leftover in temporary.iterdir():
-            leftover.unlink()
-
-    async def write(self, path: Path, data: bytes) -> None:
-        """Return when ``path`` holds ``data`` and will do so after a power cut.
-
-        An existing ``path`` is replaced. A cancelled caller does not stop the write.
-
-        Raises:
-            StorageFailed: the disk refused (full, read-only, gone) or did not answer; ``path`` is unchanged,
-                or holds ``data`` without the promise.
-        """
-        entry = PendingWrite(path, data, asyncio.get_running_loop().create_future())
-        self._pending.append(entry)
-        if self._flusher is None:
-            self._flusher = asyncio.create_task(self._flush(), name=f"durable-{self._name}")
-            self._flusher.add_done_callback(_log_failure)
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                await asyncio.shield(entry.done)
-        except TimeoutError:
-            raise StorageFailed(f"the disk must take {path} within {self._deadline_s:.0f} s, and has not") from None
-
-    async def call(self, function: Callable[[], Value]) -> Value:
-        """Run blocking file work in the same thread, after the group that is being written.
-
-        Raises:
-            StorageFailed: the disk did not answer in time.
-        """
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                return await asyncio.get_running_loop().run_in_executor(self._thread, function)
-        except TimeoutError:
-            raise StorageFailed(f"the disk must answer {self._name} within {self._deadline_s:.0f} s") from None
-
-    async def close(self) -> None:
-        """Wait for the writes that were begun, then end the thread."""
-        if self._flusher is not None:
-            await asyncio.wait([self._flusher], timeout=self._deadline_s)
-        self._thread.shutdown(wait=False)
-
-    async def _flush(self) -> None:
-        """Consumes pending writes until none is left. Every entry gets its result, whatever happens."""
-        group: list[PendingWrite] = []
-        try:
-            while self._pending:
-                group, self._pending = self._pending, []
-                await asyncio.get_running_loop().run_in_executor(self._thread, self._write_group, group)
-                for entry in group:
-                    _settle(entry)
-        except BaseException as error:
-            for entry in (*group, *self._pending):
-                entry.error = entry.error or StorageFailed(f"writing {entry.path} ended with {error!r}")
-                _settle(entry)
-            self._pending = []
-            raise
-        finally:
-            self._flusher = None
-
-    def _write_group(self, group: list[PendingWrite]) -> None:
-        """In the thread: all temporary files first, then their flushes, then the renames, then the directories."""
-        if self._before_group is not None:
-            self._before_group()
-        changed: dict[Path, list[PendingWrite]] = {}
-        for step in (self._stage, self._sync, functools.partial(self._rename, changed)):
-            for entry in group:
-                if entry.error is None:
-                    _run(step, entry)
-        for directory, entries in changed.items():
-            try:
-                _fsync(directory)
-            except OSError as error:
-                for entry in entries:
-                    entry.error = storage_failed(entry.path, error)
-        for entry in group:
-            if entry.error is not None and entry.temporary is not None:
-                entry.temporary.unlink(missing_ok=True)
-
-    def _stage(self, entry: PendingWrite) -> None:
-        self._num_files += 1
-        entry.temporary = self._temporary / f"{os.getpid()}-{self._num_files}"
-        entry.temporary.write_bytes(entry.data)
-        self._fault(f"{self._name}:temporary_written")
-
-    def _sync(self, entry: PendingWrite) -> None:
-        assert entry.temporary is not None
-        _fsync(entry.temporary)
-        self._fault(f"{self._name}:fsynced")
-
-    def _rename(self, changed: dict[Path, list[PendingWrite]], entry: PendingWrite) -> None:
-        assert entry.temporary is not None
-        for directory in _make_parents(entry.path):
-            changed.setdefault(directory, []).append(entry)
-        self._fault(f"{self._name}:before_rename")
-        entry.temporary.rename(entry.path)
-        self._fault(f"{self._name}:renamed")
-
-
-class BlobStore:
-    """Blobs in a directory, named by their digest: ``<root>/<2 hex>/<32 hex>``.
-
-    Putting equal bytes twice keeps one blob. The interface is small so that an object store can stand
-    behind it later.
-    """
-
-    def __init__(self, root: Path, fault: FaultHook = no_fault) -> None:
-        self._root = root
-        root.mkdir(parents=True, exist_ok=True)
-        self._writer = DurableWriter(root / "tmp", "blob", fault)
+    def __init__(self, objects: ObjectStore, prefix: str = "") -> None:
+        self._objects = objects
+        self._prefix = prefix
 
     async def put(self, data: bytes) -> str:
         """Store ``data`` durably and return its digest.
 
-        Raises:
-            StorageFailed: the disk refused the write.
+        It is written again where it is stored already: that makes it young, so that no sweep takes it.
         """
         digest = digest_bytes(data)
-        await self._writer.write(self._path(digest), data)
+        await self._objects.put(self._key(digest), data)
         return digest
 
     async def get(self, digest: str) -> bytes:
@@ -208,86 +49,48 @@ class BlobStore:
         Raises:
             IntegrityError: there is no such blob, or its bytes do not have this digest.
         """
-        path = self._path(digest)
-        try:
-            data = await self._writer.call(path.read_bytes)
-        except FileNotFoundError:
-            raise IntegrityError(f"blob {digest} must exist, but there is no {path}") from None
+        key = self._key(digest)
+        data = await self._objects.get(key)
         if (found := digest_bytes(data)) != digest:
-            raise IntegrityError(f"blob {digest} must have its name as digest, but its bytes have {found} ({path})")
+            where = f"{self._objects.url}/{key}"
+            raise IntegrityError(f"blob {digest} must have its name as digest, but its bytes have {found} ({where})")
         return data
 
     async def exists(self, digest: str) -> bool:
         """Whether the blob is stored."""
-        return await self._writer.call(self._path(digest).exists)
+        return await self._objects.exists(self._key(digest))
 
     async def delete(self, digest: str) -> None:
         """Remove the blob; nothing happens where there is none."""
-        path = self._path(digest)
-        await self._writer.call(lambda: path.unlink(missing_ok=True))
+        await self._objects.delete(self._key(digest))
 
     async def list(self) -> tuple[BlobInfo, ...]:
-        """All blobs, ordered by digest."""
-        return await self._writer.call(self._list)
+        """All blobs, ordered by digest. What is no blob's name is left out."""
+        listed = await self._objects.list(self._prefix)
+        return tuple(
+            BlobInfo(digest=digest, num_bytes=info.num_bytes, modified_at_s=info.modified_at_s)
+            for info in listed
+            if _is_digest(digest := info.key.rpartition("/")[2]) and info.key == self._key(digest)
+        )
 
     async def close(self) -> None:
-        """Finish what was begun and end the thread."""
-        await self._writer.close()
+        """Close the store of objects."""
+        await self._objects.close()
 
-    def _path(self, digest: str) -> Path:
-        if len(digest) != 32 or not set(digest) <= set("0123456789abcdef"):
-            raise IntegrityError(f"a blob digest must be 32 hex digits, not {digest!r}")
-        return self._root / digest[:2] / digest
-
-    def _list(self) -> tuple[BlobInfo, ...]:
-        blobs = []
-        for path in sorted(self._root.glob("??/*")):
-            status = path.stat()
-            blobs.append(BlobInfo(path.name, status.st_size, status.st_mtime))
-        return tuple(blobs)
+    def _key(self, digest: str) -> str:
+        return self._prefix + blob_key(digest)
 
 
-def _settle(entry: PendingWrite) -> None:
-    if entry.done.done():
-        return
-    if entry.error is None:
-        entry.done.set_result(None)
-    else:
-        entry.done.set_exception(entry.error)
-        entry.done.exception()  # a cancelled caller never looks at it
+def blob_key(digest: str) -> str:
+    """Where a blob lies in its store.
+
+    Raises:
+        IntegrityError: it is no digest.
+    """
+    if not _is_digest(digest):
+        raise IntegrityError(f"a blob digest must be 32 hex digits, not {digest!r}")
+    return f"{digest[:2]}/{digest}"
 
 
-def _log_failure(flusher: asyncio.Task[None]) -> None:
-    if not flusher.cancelled() and (error := flusher.exception()) is not None:
-        _LOG.error("durable writer ended", exc_info=error)
-
-
-def _run(step: Callable[[PendingWrite], None], entry: PendingWrite) -> None:
-    try:
-        step(entry)
-    except OSError as error:
-        entry.error = storage_failed(entry.path, error)
-
-
-def storage_failed(path: Path, error: OSError) -> StorageFailed:
-    """The error for a refused write, with what the system said."""
-    return StorageFailed(f"cannot write {path}: {error.strerror or error} (errno {error.errno})")
-
-
-def _make_parents(target: Path) -> list[Path]:
-    """Create missing parents; returns the directories whose entries this changes, innermost first."""
-    changed = [target.parent]
-    directory = target.parent
-    while not directory.exists():
-        directory = directory.parent
-        changed.append(directory)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return changed
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _is_digest(text: str) -> bool:
+    return len(text) == 32 and _DIGEST_CHARS.issuperset(text)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from steelyard.errors import IntegrityError
-from steelyard.traces.blobs import storage_failed
+from steelyard.traces.durable_writer import storage_failed
 
 
 class TokenLedger:

@@ -1,4 +1,7 @@
-"""Reading sealed traces, by whoever must not write: ``audit``, ``show``, a second process."""
+"""Sealed traces: their bytes, and reading those in a directory, by whoever must not write.
+
+A sealed trace is its digest in hex, a newline, and the msgpack bytes of the Trace that the digest is over.
+"""
 
 import re
 from pathlib import Path
@@ -35,20 +38,37 @@ class SealedTraces:
             data = path.read_bytes()
         except FileNotFoundError:
             raise IntegrityError(f"attempt {attempt_id} must have a sealed trace, but there is no {path}") from None
-        stated = data[:_DIGEST_CHARS].decode("ascii", errors="replace")
-        body = memoryview(data)[_DIGEST_CHARS + 1 :]
-        if (found := digest_bytes(body)) != stated:
-            raise IntegrityError(f"trace {attempt_id} must have digest {stated}, but its bytes have {found} ({path})")
-        try:
-            trace = _TRACE_DECODER.decode(body)
-        except msgspec.DecodeError as error:
-            raise IntegrityError(f"trace {attempt_id} is not a Trace record: {error} ({path})") from error
-        foreign = {trace.attempt_id, *(turn.attempt_id for turn in trace.turns)} - {attempt_id}
-        if foreign:
-            raise IntegrityError(
-                f"trace {attempt_id} must hold that attempt only, but holds {sorted(foreign)} ({path})"
-            )
-        return trace, stated
+        return decode_sealed(attempt_id, data, str(path))
+
+
+def encode_sealed(trace: Trace) -> tuple[bytes, str]:
+    """The bytes of a sealed trace, and the digest in them."""
+    body = msgspec.msgpack.encode(trace)
+    digest = digest_bytes(body)
+    return digest.encode("ascii") + b"\n" + body, digest
+
+
+def decode_sealed(attempt_id: str, data: bytes, where: str) -> tuple[Trace, str]:
+    """The trace in the bytes of a sealed one, and its digest, which was checked.
+
+    Args:
+        where: the place of the bytes, for the message.
+
+    Raises:
+        IntegrityError: they are not what their digest and name say.
+    """
+    stated = data[:_DIGEST_CHARS].decode("ascii", errors="replace")
+    body = memoryview(data)[_DIGEST_CHARS + 1 :]
+    if (found := digest_bytes(body)) != stated:
+        raise IntegrityError(f"trace {attempt_id} must have digest {stated}, but its bytes have {found} ({where})")
+    try:
+        trace = _TRACE_DECODER.decode(body)
+    except msgspec.DecodeError as error:
+        raise IntegrityError(f"trace {attempt_id} is not a Trace record: {error} ({where})") from error
+    foreign = {trace.attempt_id, *(turn.attempt_id for turn in trace.turns)} - {attempt_id}
+    if foreign:
+        raise IntegrityError(f"trace {attempt_id} must hold that attempt only, but holds {sorted(foreign)} ({where})")
+    return trace, stated
 
 
 def trace_path(directory: Path, attempt_id: str) -> Path:
@@ -57,6 +77,15 @@ def trace_path(directory: Path, attempt_id: str) -> Path:
     Raises:
         IntegrityError: the id could lead elsewhere.
     """
+    return directory / check_attempt_id(attempt_id)
+
+
+def check_attempt_id(attempt_id: str) -> str:
+    """The id as it came.
+
+    Raises:
+        IntegrityError: it is none, and could lead elsewhere as the name of a file or object.
+    """
     if not _ATTEMPT_ID.fullmatch(attempt_id):
         raise IntegrityError(f"an attempt id must be letters, digits, '_' and '-', not {attempt_id!r}")
-    return directory / attempt_id
+    return attempt_id

@@ -3,10 +3,12 @@
 ::
 
     append(turn) --> open/<attempt>      frames, appended, survive a kill of the process
-    seal(...)    --> sealed/<attempt>    the whole Trace with its digest, durable, then the open file goes
+    seal(...)    --> sealed/<attempt>    the whole Trace with its digest, durable
+                 --> archive             the same bytes, where the run keeps its blobs elsewhere
+                                         then the open file goes
 
-An attempt's trace is sealed whole or thrown away; two attempts never share a file. A sealed file is its
-digest in hex, a newline, and the msgpack bytes of the Trace that the digest is over.
+An attempt's trace is sealed whole or thrown away; two attempts never share a file. With an archive it is there that a
+sealed trace counts: the file here says to this process what it has sealed, and goes once the attempt is over.
 """
 
 import os
@@ -17,12 +19,15 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from steelyard.digests import digest_bytes
 from steelyard.errors import IntegrityError, Refused
-from steelyard.traces.blobs import DurableWriter, FaultHook, no_fault, storage_failed
+from steelyard.traces.durable_writer import DurableWriter, FaultHook, no_fault, storage_failed
 from steelyard.traces.ledger import append_whole
-from steelyard.traces.sealed import SealedTraces, trace_path
+from steelyard.traces.objects import ObjectStore
+from steelyard.traces.sealed import SealedTraces, check_attempt_id, decode_sealed, encode_sealed, trace_path
 from steelyard.types import EndReason, SealedTrace, ToolRecord, Trace, Turn
+
+ARCHIVE_PREFIX = "traces/"
+"""Of the keys of sealed traces in an archive."""
 
 _FRAME = struct.Struct("<IQ")  # bytes of the payload, xxh3-64 of the payload
 _TURN_ENCODER = msgspec.msgpack.Encoder()
@@ -37,12 +42,20 @@ class TraceStore:
         fault: called at the points ``trace:<point>`` of a sealing write, and at ``trace:appended``.
         before_seal: blocking work done in the writer's thread before a group of traces becomes durable, such
             as flushing the ledger that counts the same tokens.
+        archive: where sealed traces are kept; None keeps them in ``root``. It is not closed here.
     """
 
-    def __init__(self, root: Path, fault: FaultHook = no_fault, before_seal: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        fault: FaultHook = no_fault,
+        before_seal: Callable[[], None] | None = None,
+        archive: ObjectStore | None = None,
+    ) -> None:
         self._open = root / "open"
         self._sealed = root / "sealed"
         self._fault = fault
+        self._archive = archive
         self._reader = SealedTraces(root)
         for directory in (self._open, self._sealed):
             directory.mkdir(parents=True, exist_ok=True)
@@ -112,32 +125,37 @@ class TraceStore:
         Raises:
             Refused: it was sealed before, with another ending (``double``).
             IntegrityError: the open trace is damaged or its turns are not 0, 1, 2, ...
-            StorageFailed: the disk refused; the open trace is as before.
+            StorageFailed: disk or archive refused; the open trace is as before, and sealing may be tried again.
         """
+        path = trace_path(self._sealed, attempt_id)
         if self.is_sealed(attempt_id):
-            trace, digest = await self.read(attempt_id)
+            data = await self._writer.call(path.read_bytes)
+            trace, digest = decode_sealed(attempt_id, data, str(path))
             if (trace.end_reason, trace.tools) != (end_reason, tools):
                 raise Refused("double", f"{attempt_id} was sealed as {trace.end_reason}, and now as {end_reason}")
         else:
-            trace = Trace(
-                attempt_id=attempt_id, turns=self._whole_turns(attempt_id), end_reason=end_reason, tools=tools
-            )
-            data = msgspec.msgpack.encode(trace)
-            digest = digest_bytes(data)
-            await self._writer.write(trace_path(self._sealed, attempt_id), digest.encode("ascii") + b"\n" + data)
+            turns = self._whole_turns(attempt_id)
+            trace = Trace(attempt_id=attempt_id, turns=turns, end_reason=end_reason, tools=tools)
+            data, digest = encode_sealed(trace)
+            await self._writer.write(path, data)
+        if self._archive is not None:
+            await self._archive.put(archive_key(attempt_id), data)
         trace_path(self._open, attempt_id).unlink(missing_ok=True)
         return describe(trace, digest, bound_version)
 
     async def read(self, attempt_id: str) -> tuple[Trace, str]:
-        """The sealed trace and its digest, which was checked.
+        """The sealed trace and its digest, which was checked; from the archive once the file here is gone.
 
         Raises:
             IntegrityError: there is none, or it is not what its digest and name say.
+            StorageFailed: the archive did not answer.
         """
-        return await self._writer.call(lambda: self.read_now(attempt_id))
+        if self._archive is None or self.is_sealed(attempt_id):
+            return await self._writer.call(lambda: self.read_now(attempt_id))
+        return await read_archived(self._archive, attempt_id)
 
     def read_now(self, attempt_id: str) -> tuple[Trace, str]:
-        """As ``read``, blocking; for commands that do nothing else."""
+        """As ``read``, of the file here, blocking."""
         return self._reader.read_now(attempt_id)
 
     async def sweep(self, keep: Set[str], min_age_s: float, now_s: float) -> tuple[str, ...]:
@@ -150,6 +168,15 @@ class TraceStore:
             The attempts of which something was deleted.
         """
         return await self._writer.call(lambda: self._sweep(keep, now_s - min_age_s))
+
+    async def forget(self, attempt_id: str) -> None:
+        """Remove the file of a sealed trace that is in the archive, once its attempt is over.
+
+        To be called when the attempt can neither sample nor hand in any more. Nothing happens without an archive.
+        """
+        if self._archive is not None:
+            path = trace_path(self._sealed, attempt_id)
+            await self._writer.call(lambda: path.unlink(missing_ok=True))
 
     async def close(self) -> None:
         """Finish the sealing that was begun."""
@@ -169,6 +196,26 @@ class TraceStore:
                 path.unlink()
                 deleted.add(path.name)
         return tuple(sorted(deleted))
+
+
+def archive_key(attempt_id: str) -> str:
+    """Where the archive keeps an attempt's sealed trace.
+
+    Raises:
+        IntegrityError: the id could lead elsewhere.
+    """
+    return f"{ARCHIVE_PREFIX}{check_attempt_id(attempt_id)}"
+
+
+async def read_archived(archive: ObjectStore, attempt_id: str) -> tuple[Trace, str]:
+    """A sealed trace of the archive and its digest, which was checked.
+
+    Raises:
+        IntegrityError: there is none, or it is not what its digest and name say.
+        StorageFailed: the archive did not answer.
+    """
+    key = archive_key(attempt_id)
+    return decode_sealed(attempt_id, await archive.get(key), f"{archive.url}/{key}")
 
 
 def describe(trace: Trace, digest: str, bound_version: int) -> SealedTrace:

@@ -11,7 +11,7 @@ from steelyard.coordinator.events import DropReason
 from steelyard.errors import RunError
 from steelyard.testing.manual_clock import settle
 from steelyard.testing.run_rig import WORKER, RunRig, make_settings, play
-from steelyard.types import Lease
+from steelyard.types import AttemptFailure, Lease, Outcome
 
 
 def test_nothing_is_admitted_before_version_0_is_ready() -> None:
@@ -198,6 +198,31 @@ def test_a_group_without_any_result_is_dropped_for_its_budget() -> None:
         assert rig.coordinator.state.prompts.dropped[DropReason.BUDGET] >= 1
 
     play(scene, max_drop_frac=1.0)
+
+
+@pytest.mark.parametrize("num_external", [1, 2])
+def test_a_group_that_may_not_go_on_although_it_has_budget_is_dropped_as_incomplete(num_external: int) -> None:
+    async def scene(rig: RunRig) -> None:
+        leases = await rig.coordinator.lease(WORKER, 2, 0.0)
+        assert len({lease.group_id for lease in leases}) == 1
+        for index, lease in enumerate(leases):
+            await rig.coordinator.attempt_failed(
+                AttemptFailure(
+                    attempt_id=lease.attempt_id,
+                    attempt_number=lease.attempt_number,
+                    outcome=Outcome.INFRA_FAILED,
+                    reason="sandbox_died",
+                    made_external_call=index < num_external,
+                )
+            )
+        await rig.coordinator.crash()
+        await rig.open()
+        rig.clock.advance(20.0)
+        for lease in await rig.coordinator.lease(WORKER, 2 - num_external, 0.0) if num_external < 2 else ():
+            await rig.lose(lease, 1)
+        assert rig.coordinator.state.prompts.dropped == {"incomplete": 1}
+
+    play(scene, max_drop_frac=1.0, max_attempts=2)
 
 
 def test_drops_above_the_allowed_share_fail_the_run() -> None:

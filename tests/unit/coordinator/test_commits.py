@@ -83,6 +83,60 @@ def test_an_answer_waits_for_exactly_its_commit() -> None:
     asyncio.run(run())
 
 
+def test_a_commit_wakes_nobody_who_waits_for_a_later_one() -> None:
+    async def run() -> None:
+        journal = SlowJournal()
+        commits = queue(journal)
+        commits.add(event(1))
+        await settle()
+        commits.add(event(2))
+        later = commits.reached(2)
+        woken_by: asyncio.Future[None] = later.send(None)
+        journal.gate.release()
+        await commits.reached(1)
+        assert not woken_by.done()
+        journal.gate.release()
+        await commits.reached(2)
+        assert woken_by.done()
+        later.close()
+        await commits.close()
+
+    asyncio.run(run())
+
+
+def test_one_who_gives_up_waiting_takes_nobody_else_along() -> None:
+    async def run() -> None:
+        journal = SlowJournal()
+        commits = queue(journal)
+        commits.add(event(1))
+        waiters = [asyncio.ensure_future(commits.reached(1)) for _ in range(3)]
+        await settle()
+        waiters[1].cancel()
+        journal.gate.release()
+        await asyncio.gather(*waiters, return_exceptions=True)
+        assert [waiter.cancelled() for waiter in waiters] == [False, True, False]
+        await commits.close()
+
+    asyncio.run(run())
+
+
+def test_who_waits_for_an_event_that_is_not_in_line_yet_waits_until_it_is_durable() -> None:
+    async def run() -> None:
+        journal = MemoryJournal()
+        commits = queue(journal)
+        waiter = asyncio.ensure_future(commits.reached(3))
+        for number in (1, 2):
+            commits.add(event(number))
+            await commits.reached(number)
+        await settle()
+        assert not waiter.done()
+        commits.add(event(3))
+        await waiter
+        await commits.close()
+
+    asyncio.run(run())
+
+
 def test_a_refusing_disk_fails_all_who_wait_and_all_who_come_later() -> None:
     async def run() -> None:
         failures: list[BaseException] = []
@@ -150,5 +204,36 @@ def test_a_delay_gathers_company() -> None:
         await commits.reached(5)
         assert journal.sizes == [5]
         commits.stop()
+
+    asyncio.run(run())
+
+
+def test_what_came_in_line_during_a_commit_is_not_delayed_again() -> None:
+    async def run() -> None:
+        journal, num_delays = SlowJournal(), 0
+
+        async def sleep(seconds: float) -> None:
+            nonlocal num_delays
+            num_delays += 1
+
+        commits = CommitQueue(
+            journal,
+            num_committed=0,
+            delay_s=0.5,
+            sleep=sleep,
+            on_failure=lambda error: None,
+            on_commit=lambda number: None,
+        )
+        commits.add(event(1))
+        await settle()
+        commits.add(event(2))
+        for _ in range(3):
+            journal.gate.release()
+        await commits.reached(2)
+        assert (num_delays, journal.sizes) == (1, [1, 1])
+        commits.add(event(3))
+        await commits.reached(3)
+        assert num_delays == 2, "after a pause there is company to wait for"
+        await commits.close()
 
     asyncio.run(run())

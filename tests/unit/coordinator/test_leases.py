@@ -7,8 +7,18 @@ import pytest
 
 from steelyard.coordinator.transitions import RolloutState
 from steelyard.errors import RunError, StorageFailed
+from steelyard.ids import IdKind, SeededIds
 from steelyard.testing.manual_clock import ManualClock, settle
-from steelyard.testing.run_rig import WORKER, MemoryStores, RunRig, make_score, make_settings, play, refusal_of
+from steelyard.testing.run_rig import (
+    SCORER,
+    WORKER,
+    MemoryStores,
+    RunRig,
+    make_score,
+    make_settings,
+    play,
+    refusal_of,
+)
 from steelyard.types import AttemptFailure, Lease, Outcome
 
 
@@ -191,13 +201,89 @@ def test_back_off_doubles_and_the_budget_ends_in_a_cancelled_rollout_outside_the
                 assert lease.rollout_id == target
         assert waits[:2] == pytest.approx([0.25, 0.5])
         assert rollout.state is RolloutState.CANCELLED
-        assert await refusal_of(rig.coordinator.attempt_failed(failure(lease))) == "late"
+        assert await refusal_of(rig.coordinator.attempt_failed(failure(lease, reason="other"))) == "late"
         await rig.rollouts()
         plan = await rig.coordinator.next_batch(0, 1.0)
         assert len(plan.members) == 5
         assert target not in {member.rollout_id for member in plan.members}
 
     play(scene, group_size=3, lag=0)
+
+
+class FailingIds(SeededIds):
+    """Has no name for the next thing of one kind."""
+
+    failing: IdKind | None = None
+
+    def new(self, kind: IdKind) -> str:
+        if kind == self.failing:
+            self.failing = None
+            raise OSError("no more names")
+        return super().new(kind)
+
+
+def test_an_error_in_the_middle_of_a_grant_loses_no_rollout_and_no_job() -> None:
+    async def run() -> None:
+        rig = RunRig(make_settings())
+        rig.ids = ids = FailingIds(0)
+        await rig.start()
+        waiting = {rollout.rollout_id for rollout in rig.coordinator.state.rollouts.values()}
+        ids.failing = "att"
+        with pytest.raises(OSError, match="no more names"):
+            await rig.coordinator.lease(WORKER, 1, 0.0)
+        leases = await rig.coordinator.lease(WORKER, 100, 0.0)
+        assert {lease.rollout_id for lease in leases} == waiting
+        await rig.coordinator.artifact_ready(rig.seal(leases[0]))
+        ids.failing = "score"
+        with pytest.raises(OSError, match="no more names"):
+            await rig.coordinator.lease_scores(SCORER, 1, 0.0)
+        (job,) = await rig.coordinator.lease_scores(SCORER, 1, 0.0)
+        assert job.attempt_id == leases[0].attempt_id
+        await rig.coordinator.close()
+
+    asyncio.run(run())
+
+
+def test_the_same_failure_again_is_done_also_after_a_restart_and_another_one_is_refused() -> None:
+    async def scene(rig: RunRig) -> None:
+        (lease,) = await rig.coordinator.lease(WORKER, 1, 0.0)
+        news, report = failure(lease, detail="signal 9"), rig.seal(lease)
+        await rig.coordinator.attempt_failed(news, WORKER)
+        await rig.coordinator.crash()
+        await rig.open()
+        num_events = rig.coordinator.state.num_events
+        await rig.coordinator.attempt_failed(news, WORKER)
+        await rig.coordinator.attempt_failed(msgspec.structs.replace(news, lost_tokens=3), WORKER)
+        assert rig.coordinator.state.num_events == num_events
+        assert rig.coordinator.counters.read() == {"duplicate.attempt_failed": 2}
+        for other in (
+            failure(lease, detail="signal 11"),
+            failure(lease, detail="signal 9", reason="other"),
+            failure(lease, detail="signal 9", outcome=Outcome.TIMED_OUT),
+            failure(lease, detail="signal 9", attempt_number=2),
+        ):
+            assert await refusal_of(rig.coordinator.attempt_failed(other, WORKER)) == "late"
+        assert await refusal_of(rig.coordinator.attempt_failed(news, "wrk_other")) == "late"
+        assert await refusal_of(rig.coordinator.artifact_ready(report, WORKER)) == "late"
+
+    play(scene)
+
+
+def test_the_same_news_of_a_lost_artifact_is_done_also_after_a_restart() -> None:
+    async def scene(rig: RunRig) -> None:
+        (lease,) = await rig.coordinator.lease(WORKER, 1, 0.0)
+        await rig.coordinator.artifact_ready(rig.seal(lease))
+        await rig.coordinator.lease_scores(SCORER, 1, 0.0)
+        await rig.coordinator.artifact_lost(lease.attempt_id, "unreadable", SCORER)
+        await rig.coordinator.crash()
+        await rig.open()
+        num_events = rig.coordinator.state.num_events
+        await rig.coordinator.artifact_lost(lease.attempt_id, "unreadable", SCORER)
+        assert rig.coordinator.state.num_events == num_events
+        assert rig.coordinator.counters.read() == {"duplicate.artifact_lost": 1}
+        assert await refusal_of(rig.coordinator.artifact_lost(lease.attempt_id, "gone", SCORER)) == "late"
+
+    play(scene)
 
 
 def test_an_attempt_that_made_an_external_call_is_not_retried() -> None:

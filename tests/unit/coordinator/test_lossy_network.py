@@ -4,7 +4,6 @@ Faults and restarts are drawn from a seed. Whatever is lost, every rollout of th
 that is counted, every group completes, nothing uses up a budget, and the audit of journal and stores finds nothing.
 """
 
-import random
 from collections import Counter
 
 import pytest
@@ -16,20 +15,6 @@ from steelyard.errors import Refused
 from steelyard.testing.coordinator_server import ServedRig, serve
 from steelyard.testing.fault_proxy import Fault
 from steelyard.testing.run_rig import SCORER, WORKER, make_score
-
-FAULTS = (Fault.NONE, Fault.LOSE_ANSWER, Fault.LOSE_REQUEST, Fault.TWICE)
-
-
-def misbehave(served: ServedRig, seed: int, *, restart_frac: float) -> None:
-    """From now on half of the requests meet a fault, and before some of them the coordinator restarts."""
-    draw = random.Random(seed)
-    served.proxy.plan = lambda _: draw.choices(FAULTS, (3, 1, 1, 1))[0]
-
-    async def restart(_: int) -> None:
-        if draw.random() < restart_frac:
-            await served.restart()
-
-    served.proxy.before_pass_on = restart
 
 
 async def work(served: ServedRig, worker: CoordinatorClient, scorer: CoordinatorClient) -> None:
@@ -55,7 +40,7 @@ async def work(served: ServedRig, worker: CoordinatorClient, scorer: Coordinator
 def test_every_life_has_one_effect(seed: int, restart_frac: float) -> None:
     async def scene(served: ServedRig) -> None:
         worker, scorer = await served.worker(), await served.scorer()
-        misbehave(served, seed, restart_frac=restart_frac)
+        served.misbehave(seed, restart_frac=restart_frac)
         await work(served, worker, scorer)
         served.proxy.plan, state = (lambda _: Fault.NONE), served.rig.coordinator.state
         counts = Counter(type(event) for event in await served.rig.journal.replay())

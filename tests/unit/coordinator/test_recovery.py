@@ -16,7 +16,7 @@ from steelyard.coordinator.recovery import recover
 from steelyard.coordinator.snapshot import restore, take
 from steelyard.coordinator.state import apply
 from steelyard.errors import StorageFailed
-from steelyard.testing.run_rig import RunRig, make_settings
+from steelyard.testing.run_rig import WORKER, RunRig, make_settings, play
 
 
 class Announcing(MemoryJournal):
@@ -231,3 +231,19 @@ def test_snapshots_lie_beside_the_journal_of_a_run_and_survive_its_reopening(tmp
         await reopened.close()
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_finished_run_that_is_opened_again_stays_finished_and_records_nothing() -> None:
+    async def scene(rig: RunRig) -> None:
+        with rig.coordinator.reading(0):  # so it cannot be released before the end, and must not be after it
+            await rig.train(0)
+            await rig.coordinator.finish("done")
+            num_events = rig.coordinator.state.num_events
+            await rig.coordinator.crash()
+        await rig.open()
+        await rig.coordinator.finish("done")
+        assert await rig.coordinator.admit() == 0
+        assert await rig.coordinator.lease(WORKER, 10, 0.0) == ()
+        assert rig.coordinator.state.num_events == num_events
+
+    assert play(scene, lag=0).audit().is_passed

@@ -79,9 +79,10 @@ def test_a_poll_that_is_forgotten_is_withdrawn_and_any_other_call_is_carried_thr
         waiting, _ = session.enter(poll(0), begin_poll)
         working, _ = session.enter(start(1), begin)
         session.forget_below(2)
-        await asyncio.wait([waiting.task, working.task])
-        assert waiting.task.cancelled()
-        assert working.task.result() == p.Done()
+        assert isinstance(waiting.outcome, asyncio.Task) and isinstance(working.outcome, asyncio.Task)
+        await asyncio.wait([waiting.outcome, working.outcome])
+        assert waiting.outcome.cancelled()
+        assert working.outcome.result() == p.Done()
 
     asyncio.run(scene())
 

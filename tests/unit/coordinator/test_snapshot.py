@@ -3,19 +3,20 @@
 import asyncio
 import functools
 from dataclasses import fields, is_dataclass
+from typing import get_args
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.coordinator import entities
+from steelyard.coordinator import entities, touched_groups
 from steelyard.coordinator import events as e
 from steelyard.coordinator import snapshot as snapshots
 from steelyard.coordinator.entities import Group, Rollout, State
 from steelyard.coordinator.entity_rows import EntityRows
 from steelyard.coordinator.journal.base import EMPTY_HEAD, Head
-from steelyard.coordinator.snapshot import LINKED_FIELDS, PLAIN_FIELDS, Snapshot, restore, take
+from steelyard.coordinator.snapshot import LINKED_FIELDS, PLAIN_FIELDS, Capture, Snapshot, pack, restore, take
 from steelyard.coordinator.state import apply
 from steelyard.coordinator.transitions import RolloutState
 from steelyard.errors import IntegrityError
@@ -114,6 +115,40 @@ def test_long_lives_of_groups_survive_too() -> None:
         for event in events[cut:]:
             apply(state, event)
         assert take(state, head(len(events))) == take(run.state, head(len(events)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 5), every=st.integers(1, 9), size=st.integers(1, 6), data=st.data())
+def test_a_state_that_is_read_in_slices_is_that_of_the_beginning_whatever_happens_meanwhile(
+    seed: int, every: int, size: int, data: st.DataObject
+) -> None:
+    events = history(seed)
+    cut = data.draw(st.integers(0, len(events)))
+    state = state_after(events[:cut])
+    expected = take(state, head(cut))
+    captured = Capture(state, size)
+    for number, event in enumerate(events[cut:]):
+        captured.before(event)
+        apply(state, event)
+        if number % every == 0 and not captured.is_whole:
+            captured.read_slice()
+    while not captured.is_whole:
+        captured.read_slice()
+    restored, found = restore(pack(captured, head(cut)))
+    assert found == head(cut)
+    assert take(restored, head(cut)) == expected
+
+
+def test_it_is_known_of_every_event_which_groups_it_changes() -> None:
+    assert set(touched_groups._TOUCHED) == set(get_args(e.AnyEvent))
+
+
+def test_a_capture_that_is_not_whole_is_no_snapshot() -> None:
+    run = History(lambda event: None, group_size=3)
+    run.start()
+    run.admit()
+    with pytest.raises(ValueError, match="all groups must have been read, 1 have not"):
+        Capture(run.state).parts()
 
 
 def test_dictionaries_keep_their_order_and_references_lead_to_the_same_objects() -> None:

@@ -2,15 +2,17 @@
 
 import asyncio
 import copy
+import gc
 
 import msgspec
 import pytest
 
 from steelyard.coordinator import events as e
-from steelyard.coordinator.entities import MAX_ENDED_ATTEMPTS, State
+from steelyard.coordinator.entities import MAX_ENDED_ATTEMPTS, Group, Rollout, State
 from steelyard.coordinator.journal.base import decode
 from steelyard.coordinator.state import apply, outbox
 from steelyard.errors import IllegalTransition
+from steelyard.testing.histories import History
 from steelyard.testing.run_rig import RunRig, make_manifest, make_settings
 from steelyard.types import Purpose, Sampling
 
@@ -180,6 +182,24 @@ def test_finished_groups_leave_nothing_behind_but_counts() -> None:
     apply(state, e.RunResumed(at_s=state.at_s, config_digest="c", rules=make_settings().rules))
     apply(state, e.Checkpointed(at_s=state.at_s, step=3, digest="d"))
     assert len(state.groups) == state.prompts.trained, "the same checkpoint again covers no more"
+
+
+def test_what_is_forgotten_is_freed_at_once_without_a_search_of_the_heap() -> None:
+    history = History(lambda event: None, groups_per_batch=3, group_size=4, failure_frac=0.2)
+    history.start()
+    gc.collect()
+    known = {id(found) for found in gc.get_objects() if isinstance(found, Group | Rollout)}
+    gc.disable()
+    try:
+        for _ in range(30):
+            history.step()
+        found = [thing for thing in gc.get_objects() if isinstance(thing, Group | Rollout) and id(thing) not in known]
+    finally:
+        gc.enable()
+    state = history.state
+    assert len(state.groups) < 30 * 3
+    assert {thing.group_id for thing in found if isinstance(thing, Group)} == set(state.groups)
+    assert {thing.rollout_id for thing in found if isinstance(thing, Rollout)} == set(state.rollouts)
 
 
 def test_memory_of_ended_attempts_is_bounded() -> None:

@@ -1,15 +1,11 @@
 """What a crash leaves between a write and its event is removed before the run goes on."""
 
-import time
 from pathlib import Path
 
 from steelyard.run.directory import RunDirectory
-from steelyard.run.recovery import starting_point, sweep, sweep_traces
+from steelyard.run.recovery import starting_point, sweep
 from steelyard.run.stores import Stores
-from steelyard.testing.run_rig import WORKER, RunRig, play
-from steelyard.testing.traces import make_turn
-from steelyard.traces.store import TraceStore
-from steelyard.types import EndReason
+from steelyard.testing.run_rig import RunRig, play
 
 
 def put_version(directory: RunDirectory, version: int) -> None:
@@ -62,23 +58,5 @@ def test_the_start_is_the_newest_checkpoint_of_the_journal_whatever_is_on_disk(t
         start = starting_point(rig.coordinator, directory)
         assert (start.step, start.checkpoint) == (1, str(directory.checkpoints / "step-000001"))
         assert start.digest == rig.stores.checkpoints[1]
-
-    play(scene)
-
-
-def test_only_traces_that_were_handed_in_stay(tmp_path: Path) -> None:
-    async def scene(rig: RunRig) -> None:
-        store = TraceStore(tmp_path)
-        done, failed, *_ = await rig.coordinator.lease(WORKER, 4, 0.0)
-        await rig.coordinator.artifact_ready(rig.seal(done))
-        for attempt_id in (done.attempt_id, failed.attempt_id, "att_open", "att_refused"):
-            store.append(make_turn(attempt_id, 0))
-        for attempt_id in (done.attempt_id, failed.attempt_id, "att_refused"):
-            await store.seal(attempt_id, EndReason.SUBMITTED, (), 0)
-        swept = await sweep_traces(rig.memory_journal, store, time.time() + 60.0)
-        assert swept == tuple(sorted((failed.attempt_id, "att_open", "att_refused")))
-        assert store.sealed_attempts() == (done.attempt_id,)
-        assert store.open_attempts() == ()
-        await store.close()
 
     play(scene)

@@ -20,6 +20,7 @@ def run_with_one_attempt(path: Path, versions: tuple[int, ...]) -> tuple[RunDire
     """A run whose first rollout is sealed; the named policy versions are stored."""
     directory = RunDirectory(path)
     directory.make_folders()
+    directory.config.write_text("")
     for version in versions:
         write_tokenizer(directory.version(version))
         (directory.version(version) / "manifest.json").write_text("{}")

@@ -104,3 +104,53 @@ def test_an_error_of_the_coordinator_ends_the_worker() -> None:
             await worker.run()
 
     asyncio.run(main())
+
+
+class HeldGrader(FakeGrader):
+    """Grades only what has been released."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity=2)
+        self.begun = asyncio.Event()
+        self.released = asyncio.Event()
+
+    async def grade(self, job: ScoreJob, artifact: bytes) -> Score:
+        self.begun.set()
+        await self.released.wait()
+        return await super().grade(job, artifact)
+
+
+def stop_while_grading(drain_deadline_s: float, release: bool) -> tuple[FakeScoreSource, Counters]:
+    source, grader, counters = FakeScoreSource(JOBS[:4]), HeldGrader(), Counters()
+
+    async def main() -> None:
+        settings = WorkerSettings(worker_id="wrk_1", alarm_failure_frac=0.5, drain_deadline_s=drain_deadline_s)
+        worker, stop = ScoringWorker(source, FakeArtifacts(BLOBS), grader, settings, counters), asyncio.Event()
+        working = asyncio.create_task(worker.run(stop))
+        await grader.begun.wait()
+        while worker.num_live < 2:  # noqa: ASYNC110 (a job that is taken has no event of its own)
+            await asyncio.sleep(0)
+        stop.set()
+        if release:
+            grader.released.set()
+        async with asyncio.timeout(20):
+            await working
+        assert worker.num_live == 0
+
+    asyncio.run(main())
+    return source, counters
+
+
+def test_a_worker_that_is_told_to_stop_ends_what_it_has_and_takes_nothing_more() -> None:
+    source, counters = stop_while_grading(20.0, release=True)
+    assert [score.job_id for score in source.scores] == [each.job_id for each in JOBS[:2]]
+    assert {score.outcome for score in source.scores} == {Outcome.SCORED}
+    assert source.asked_for == [2]
+    assert "scoring.handed_back" not in counters.read()
+
+
+def test_what_is_not_graded_when_the_time_is_up_is_handed_back_without_a_verdict() -> None:
+    source, counters = stop_while_grading(0.0, release=False)
+    assert {score.job_id for score in source.scores} == {each.job_id for each in JOBS[:2]}
+    assert {(score.outcome, score.value) for score in source.scores} == {(Outcome.CANCELLED, None)}
+    assert counters.read()["scoring.handed_back"] == 2

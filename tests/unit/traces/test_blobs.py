@@ -4,19 +4,20 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from steelyard.digests import digest_bytes
 from steelyard.errors import IntegrityError, StorageFailed
-from steelyard.traces.blobs import WRITE_POINTS, BlobStore, DurableWriter
+from steelyard.traces.blobs import BlobStore
+from steelyard.traces.durable_writer import WRITE_POINTS
+from steelyard.traces.local_objects import LocalObjects
 
 
 def test_a_blob_is_read_back_under_its_digest(tmp_path: Path) -> None:
     async def scenario() -> None:
-        store = BlobStore(tmp_path)
+        store = BlobStore(LocalObjects(tmp_path))
         digest = await store.put(b"artifact")
         assert digest == digest_bytes(b"artifact")
         assert await store.get(digest) == b"artifact"
@@ -29,7 +30,7 @@ def test_a_blob_is_read_back_under_its_digest(tmp_path: Path) -> None:
 
 def test_putting_equal_bytes_twice_keeps_one_blob_and_makes_it_young_again(tmp_path: Path) -> None:
     async def scenario() -> None:
-        store = BlobStore(tmp_path)
+        store = BlobStore(LocalObjects(tmp_path))
         digest = await store.put(b"same")
         os.utime(tmp_path / digest[:2] / digest, (1.0, 1.0))
         await asyncio.gather(*(store.put(b"same") for _ in range(5)))
@@ -42,7 +43,7 @@ def test_putting_equal_bytes_twice_keeps_one_blob_and_makes_it_young_again(tmp_p
 
 def test_a_deleted_blob_is_gone_and_deleting_it_again_is_harmless(tmp_path: Path) -> None:
     async def scenario() -> None:
-        store = BlobStore(tmp_path)
+        store = BlobStore(LocalObjects(tmp_path))
         digest = await store.put(b"x")
         await store.delete(digest)
         await store.delete(digest)
@@ -56,7 +57,7 @@ def test_a_deleted_blob_is_gone_and_deleting_it_again_is_harmless(tmp_path: Path
 
 def test_a_damaged_blob_is_an_error_that_names_both_digests(tmp_path: Path) -> None:
     async def scenario() -> None:
-        store = BlobStore(tmp_path)
+        store = BlobStore(LocalObjects(tmp_path))
         digest = await store.put(b"artifact")
         (tmp_path / digest[:2] / digest).write_bytes(b"artefact")
         with pytest.raises(IntegrityError, match=f"{digest}.*{digest_bytes(b'artefact')}"):
@@ -69,7 +70,7 @@ def test_a_damaged_blob_is_an_error_that_names_both_digests(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["../../etc/passwd", "A" * 32, "", "0" * 31])
 def test_what_is_no_digest_never_becomes_a_path(tmp_path: Path, name: str) -> None:
     async def scenario() -> None:
-        store = BlobStore(tmp_path)
+        store = BlobStore(LocalObjects(tmp_path))
         with pytest.raises(IntegrityError, match="32 hex digits"):
             await store.get(name)
         await store.close()
@@ -84,7 +85,7 @@ def test_a_full_disk_fails_the_write_and_leaves_nothing_behind(tmp_path: Path, p
             raise OSError(errno.ENOSPC, "No space left on device")
 
     async def scenario() -> None:
-        store = BlobStore(tmp_path, full)
+        store = BlobStore(LocalObjects(tmp_path, full))
         with pytest.raises(StorageFailed, match="No space left on device"):
             await store.put(b"artifact")
         assert not await store.exists(digest_bytes(b"artifact"))
@@ -94,95 +95,18 @@ def test_a_full_disk_fails_the_write_and_leaves_nothing_behind(tmp_path: Path, p
     asyncio.run(scenario())
 
 
-def test_one_refused_file_does_not_fail_its_group(tmp_path: Path) -> None:
-    async def scenario() -> list[object]:
-        writer = DurableWriter(tmp_path / "tmp", "file")
-        (tmp_path / "taken").mkdir()
-        (tmp_path / "taken" / "entry").write_bytes(b"")
-        outcomes = await asyncio.gather(
-            writer.write(tmp_path / "first", b"1"),
-            writer.write(tmp_path / "taken", b"2"),
-            writer.write(tmp_path / "third", b"3"),
-            return_exceptions=True,
-        )
-        await writer.close()
-        return list(outcomes)
-
-    first, second, third = asyncio.run(scenario())
-    assert (first, third) == (None, None)
-    assert isinstance(second, StorageFailed)
-    assert "taken" in str(second)
-    assert (tmp_path / "third").read_bytes() == b"3"
-
-
-def test_writes_that_arrive_during_a_flush_form_one_group(tmp_path: Path) -> None:
-    groups: list[int] = []
-
-    async def scenario() -> None:
-        writer = DurableWriter(tmp_path / "tmp", "file", before_group=lambda: groups.append(1))
-        await asyncio.gather(*(writer.write(tmp_path / str(i), b"x") for i in range(20)))
-        await writer.close()
-
-    asyncio.run(scenario())
-    assert len(groups) == 1
-
-
-def test_a_bug_in_the_writer_fails_every_waiting_write_instead_of_hanging_them(tmp_path: Path) -> None:
-    def broken() -> None:
-        raise RuntimeError("a bug")
-
-    async def scenario() -> None:
-        writer = DurableWriter(tmp_path / "tmp", "file", before_group=broken)
-        outcomes = await asyncio.gather(
-            *(writer.write(tmp_path / str(i), b"x") for i in range(3)), return_exceptions=True
-        )
-        assert all(isinstance(outcome, StorageFailed) and "a bug" in str(outcome) for outcome in outcomes)
-        await writer.close()
-
-    asyncio.run(scenario())
-
-
-def test_a_disk_that_does_not_answer_is_an_error_and_not_a_wait_for_ever(tmp_path: Path) -> None:
-    answers = threading.Event()
-
-    def hang() -> None:
-        answers.wait(20)
-
-    async def scenario() -> None:
-        writer = DurableWriter(tmp_path / "tmp", "file", deadline_s=0.0, before_group=hang)
-        with pytest.raises(StorageFailed, match=r"must take .*kept within 0 s"):
-            await writer.write(tmp_path / "kept", b"x")
-        with pytest.raises(StorageFailed, match="must answer file within 0 s"):
-            await writer.call(lambda: None)
-        answers.set()
-
-    asyncio.run(scenario())
-
-
-def test_a_cancelled_caller_does_not_stop_the_write(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        writer = DurableWriter(tmp_path / "tmp", "file")
-        impatient = asyncio.create_task(writer.write(tmp_path / "kept", b"x"))
-        await asyncio.sleep(0)
-        impatient.cancel()
-        await asyncio.gather(impatient, return_exceptions=True)
-        await writer.close()
-
-    asyncio.run(scenario())
-    assert (tmp_path / "kept").read_bytes() == b"x"
-
-
 _KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from steelyard.traces.blobs import BlobStore
+from steelyard.traces.local_objects import LocalObjects
 
 def die(reached):
     if reached == sys.argv[2]:
         os.kill(os.getpid(), signal.SIGKILL)
 
 async def main():
-    await BlobStore(Path(sys.argv[1]), die).put(b"artifact")
+    await BlobStore(LocalObjects(Path(sys.argv[1]), die)).put(b"artifact")
 
 asyncio.run(main())
 """
@@ -195,7 +119,7 @@ def test_a_kill_at_any_point_of_a_write_leaves_a_whole_blob_or_none(tmp_path: Pa
     digest = digest_bytes(b"artifact")
 
     async def scenario() -> None:
-        store = BlobStore(tmp_path)
+        store = BlobStore(LocalObjects(tmp_path))
         assert list((tmp_path / "tmp").iterdir()) == [], "what a crash cut short is swept at the next start"
         assert await store.exists(digest) == (point == "renamed")
         assert await store.put(b"artifact") == digest

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from steelyard.digests import digest_bytes
 from steelyard.errors import IntegrityError, Refused, StorageFailed
 from steelyard.testing.traces import make_turn
-from steelyard.traces.blobs import WRITE_POINTS
-from steelyard.traces.store import TraceStore, encode_frame, read_frames, tokens_by_version
+from steelyard.traces.durable_writer import WRITE_POINTS
+from steelyard.traces.local_objects import LocalObjects
+from steelyard.traces.store import TraceStore, encode_frame, read_archived, read_frames, tokens_by_version
 from steelyard.types import EndReason, ToolRecord, Trace, VersionSpan
 
 TOOLS = (ToolRecord(tool_call_id="call_1", turn_index=0, name="submit", outcome="ok", latency_s=0.01),)
@@ -202,7 +204,7 @@ _KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from steelyard.testing.traces import make_turn
-from steelyard.traces.blobs import WRITE_POINTS
+from steelyard.traces.durable_writer import WRITE_POINTS
 from steelyard.traces.store import TraceStore
 from steelyard.types import EndReason
 
@@ -236,3 +238,77 @@ def test_a_kill_at_any_point_loses_no_appended_turn(tmp_path: Path, point: str) 
         await store.close()
 
     asyncio.run(scenario())
+
+
+# --- with an archive ----------------------------------------------------------------------------------
+
+
+class Archive(LocalObjects):
+    """An archive that can be out of reach."""
+
+    is_away = False
+
+    async def put(self, key: str, data: bytes) -> None:
+        if self.is_away:
+            raise StorageFailed(f"cannot write s3://bucket/{key}: as planned")
+        await super().put(key, data)
+
+
+def play_archived(tmp_path: Path, scene: Callable[[TraceStore, Archive], Awaitable[None]]) -> None:
+    async def scenario() -> None:
+        archive = Archive(tmp_path / "archive")
+        store = TraceStore(tmp_path / "traces", archive=archive)
+        await scene(store, archive)
+        await store.close()
+        await archive.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_sealed_trace_is_in_the_archive_before_anyone_hears_of_it(tmp_path: Path) -> None:
+    async def scene(store: TraceStore, archive: Archive) -> None:
+        store.append(TURNS[0])
+        sealed = await store.seal("att_a", EndReason.SUBMITTED, (), 0)
+        assert [info.key for info in await archive.list()] == ["traces/att_a"]
+        assert (await read_archived(archive, "att_a"))[1] == sealed.digest
+        assert store.is_sealed("att_a"), "this process knows what it has sealed"
+        await store.forget("att_a")
+        assert not store.is_sealed("att_a")
+        assert await store.read("att_a") == await read_archived(archive, "att_a")
+
+    play_archived(tmp_path, scene)
+
+
+def test_where_the_archive_fails_the_open_trace_stays_and_sealing_again_mends_it(tmp_path: Path) -> None:
+    async def scene(store: TraceStore, archive: Archive) -> None:
+        store.append(TURNS[0])
+        archive.is_away = True
+        with pytest.raises(StorageFailed, match="s3://bucket/traces/att_a"):
+            await store.seal("att_a", EndReason.SUBMITTED, (), 0)
+        assert store.open_turns("att_a") == TURNS[:1]
+        assert await archive.list() == ()
+        archive.is_away = False
+        sealed = await store.seal("att_a", EndReason.SUBMITTED, (), 0)
+        assert store.open_attempts() == ()
+        trace, digest = await read_archived(archive, "att_a")
+        assert (trace.turns, digest) == (TURNS[:1], sealed.digest)
+        archive.is_away = True
+        with pytest.raises(StorageFailed):
+            await store.seal("att_a", EndReason.SUBMITTED, (), 0)  # whether it is there is the archive's word alone
+
+    play_archived(tmp_path, scene)
+
+
+def test_without_an_archive_nothing_is_forgotten(tmp_path: Path) -> None:
+    store = sealed_store(tmp_path, "att_a")
+    asyncio.run(store.forget("att_a"))
+    assert store.is_sealed("att_a")
+
+
+@pytest.mark.parametrize("attempt_id", ["../att", "", ".hidden", "a/b"])
+def test_an_attempt_id_never_leaves_the_archive(tmp_path: Path, attempt_id: str) -> None:
+    async def scene(store: TraceStore, archive: Archive) -> None:
+        with pytest.raises(IntegrityError, match="attempt id"):
+            await read_archived(archive, attempt_id)
+
+    play_archived(tmp_path, scene)

@@ -8,12 +8,13 @@ A journal also keeps the last snapshots of the state. They save replaying what l
 removed for them, and what they say is never believed against the records.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
 
-from steelyard.coordinator.events import AnyEvent
+from steelyard.coordinator.events import AnyEvent, kind_of
 from steelyard.digests import digest_bytes
 from steelyard.errors import IntegrityError
 from steelyard.types import Record
@@ -44,6 +45,14 @@ def no_fault(name: str) -> None:
     """The fault point of real runs: nothing happens."""
 
 
+def pass_events(fault_point: FaultPoint, events: Sequence[AnyEvent], when: str) -> None:
+    """Call the fault points of each event; ``when`` is ``before`` or ``after`` its commit."""
+    if fault_point is no_fault:
+        return
+    for event in events:
+        fault_point(f"event:{kind_of(event)}:{when}")
+
+
 class JournalRecord(Record, frozen=True, kw_only=True):
     """One record as stored: ``payload`` is the event as JSON, ``digest`` covers it and all before it."""
 
@@ -69,7 +78,9 @@ class Journal(Protocol):
         """Make all of ``events`` durable, or none of them.
 
         Raises:
-            StorageFailed: the store refused the write; what it holds is what it held before.
+            StorageFailed: the store refused the write, and holds what it held before; or its answer was lost, and it
+                holds all of them or none. Only a recovery tells which: nothing more may be appended.
+            JournalFenced: another writer has taken the journal over; it holds none of them.
         """
         ...
 
@@ -119,8 +130,19 @@ class Journal(Protocol):
         """
         ...
 
+    async def watch(self) -> None:
+        """Wait until the journal can be written no more, though nothing is being appended. Ends only by an error.
+
+        Bounded by its caller, who cancels it. A store that no other process can take away never ends it.
+
+        Raises:
+            JournalFenced: another writer has taken the journal over.
+            StorageFailed: the store is out of reach, for so long that another writer may have taken over.
+        """
+        ...
+
     async def close(self) -> None:
-        """Release the store; nothing can be appended afterwards."""
+        """Release the store; nothing can be appended afterwards. Idempotent."""
         ...
 
 
@@ -134,6 +156,11 @@ class JournalReader(Protocol):
     def head(self) -> Head:
         """What the journal says its last record is."""
         ...
+
+
+async def never_lost() -> None:
+    """The ``watch`` of a journal that no other process can take away."""
+    await asyncio.get_running_loop().create_future()
 
 
 def chain(head: Head, events: Sequence[AnyEvent]) -> tuple[tuple[JournalRecord, ...], Head]:

@@ -13,6 +13,7 @@ from steelyard.coordinator.journal.base import (
     JournalRecord,
     chain,
     check_format,
+    never_lost,
     no_fault,
 )
 from steelyard.coordinator.journal.replaying import Replay
@@ -75,6 +76,9 @@ class MemoryJournal:
         if number not in self.stored_snapshots:
             raise IntegrityError(f"{self.name}: there is no snapshot {number}")
         return self.stored_snapshots[number]
+
+    async def watch(self) -> None:
+        await never_lost()
 
     async def close(self) -> None:
         """Nothing to release."""

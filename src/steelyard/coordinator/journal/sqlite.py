@@ -5,7 +5,8 @@ An operator can read it while the run goes on::
     sqlite3 journal.sqlite "select number, payload from records order by number desc limit 5"
 
 Snapshots of the state lie as files in the folder ``<journal>.snapshots`` beside it. They are not in the database:
-a large one would hold up every commit that waits behind it.
+a large one would hold up every commit that waits behind it. Records that neither of the two kept snapshots needs
+move into the folder ``<journal>.archive``, compressed, where ``audit`` still reads them; see ``compaction``.
 """
 
 import asyncio
@@ -16,9 +17,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from steelyard.coordinator.events import AnyEvent, kind_of
+from steelyard.coordinator.events import AnyEvent
 from steelyard.coordinator.journal import sqlite_file as files
-from steelyard.coordinator.journal.base import EMPTY_HEAD, FaultPoint, Head, JournalRecord, chain, no_fault
+from steelyard.coordinator.journal.archive import SEGMENT_RECORDS, ArchiveFiles, archive_folder
+from steelyard.coordinator.journal.base import (
+    EMPTY_HEAD,
+    KEPT_SNAPSHOTS,
+    FaultPoint,
+    Head,
+    JournalRecord,
+    chain,
+    never_lost,
+    no_fault,
+    pass_events,
+)
+from steelyard.coordinator.journal.compaction import Compaction
 from steelyard.coordinator.journal.replaying import Replay
 from steelyard.coordinator.journal.snapshot_files import SnapshotFiles
 from steelyard.coordinator.journal.sqlite_salvage import rebuild, salvage_if_cut_short
@@ -34,15 +47,20 @@ class SqliteJournal:
     The whole of one ``append`` is one transaction.
     """
 
-    def __init__(self, path: Path, fault_point: FaultPoint = no_fault) -> None:
+    def __init__(
+        self, path: Path, fault_point: FaultPoint = no_fault, *, segment_records: int = SEGMENT_RECORDS
+    ) -> None:
         self._path = path
         self._fault_point = fault_point
         self._head = EMPTY_HEAD
         self._connection: sqlite3.Connection | None = None
+        self._is_closed = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
         # A thread of their own, and one only: commits do not wait for snapshots, and these are written one at a time.
         self._snapshot_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshots")
         self._snapshots = SnapshotFiles(snapshots_folder(path), fault_point)
+        self._archive = ArchiveFiles(archive_folder(path), fault_point)
+        self._compaction = Compaction(path, self._archive, segment_records, fault_point)
 
     async def append(self, events: Sequence[AnyEvent]) -> None:
         await self._call(lambda: self._append(events))
@@ -60,6 +78,7 @@ class SqliteJournal:
 
     async def save_snapshot(self, number: int, data: bytes) -> None:
         await self._call(lambda: self._snapshots.write(number, data), self._snapshot_thread)
+        await self._compact()
 
     async def snapshots(self) -> tuple[int, ...]:
         return await self._call(self._snapshots.numbers, self._snapshot_thread)
@@ -67,10 +86,25 @@ class SqliteJournal:
     async def read_snapshot(self, number: int) -> bytes:
         return await self._call(lambda: self._snapshots.read(number), self._snapshot_thread)
 
+    async def watch(self) -> None:
+        await never_lost()
+
     async def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         await self._call(self._close)
         self._thread.shutdown(wait=False)
         self._snapshot_thread.shutdown(wait=False)
+
+    async def _compact(self) -> None:
+        """Archive what no kept snapshot needs. Commits go on between its steps."""
+        numbers = await self.snapshots()
+        if len(numbers) < KEPT_SNAPSHOTS:
+            return
+        last = await self._call(lambda: self._compaction.archive_below(numbers[-1]), self._snapshot_thread)
+        while await self._call(lambda: self._compaction.delete_some(self._open(), last)):
+            pass
 
     async def _call(self, function: Callable[[], _T], thread: ThreadPoolExecutor | None = None) -> _T:
         return await asyncio.get_running_loop().run_in_executor(thread or self._thread, function)
@@ -94,31 +128,24 @@ class SqliteJournal:
     def _append(self, events: Sequence[AnyEvent]) -> None:
         connection = self._open()
         self._fault_point("journal.before_append")
-        self._pass_events(events, "before")
+        pass_events(self._fault_point, events, "before")
         records, head = chain(self._head, events)
-        rows = [(record.number, record.payload.decode(), record.digest) for record in records]
-        middle = (len(rows) + 1) // 2
+        middle = (len(records) + 1) // 2
         try:
             connection.execute("begin immediate")
-            connection.executemany("insert into records values (?, ?, ?)", rows[:middle])
+            files.insert(connection, records[:middle])
             self._fault_point("journal.mid_append")
-            connection.executemany("insert into records values (?, ?, ?)", rows[middle:])
+            files.insert(connection, records[middle:])
             connection.execute("insert or replace into head values (1, ?, ?)", (head.number, head.digest))
             self._fault_point("journal.before_commit")
             connection.execute("commit")
         except sqlite3.Error as error:
             if connection.in_transaction:
                 connection.rollback()
-            raise StorageFailed(f"{self._path}: {len(rows)} events could not be written: {error}") from error
+            raise StorageFailed(f"{self._path}: {len(records)} events could not be written: {error}") from error
         self._fault_point("journal.after_commit")
         self._head = head
-        self._pass_events(events, "after")
-
-    def _pass_events(self, events: Sequence[AnyEvent], when: str) -> None:
-        if self._fault_point is no_fault:
-            return
-        for event in events:
-            self._fault_point(f"event:{kind_of(event)}:{when}")
+        pass_events(self._fault_point, events, "after")
 
     def _head_at(self, number: int) -> Head | None:
         connection = self._open()
@@ -158,6 +185,8 @@ class _Records:
         return self._journal._head
 
     def page(self, after: int) -> list[JournalRecord]:
+        if archived := self._journal._archive.page_after(after):
+            return archived
         return files.read_page(self._journal._open(), self._journal._path, after)
 
     def readable_after(self, number: int) -> Iterator[JournalRecord]:
@@ -178,16 +207,24 @@ class SqliteJournalReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._archive = ArchiveFiles(archive_folder(path))
 
     def records(self) -> Iterator[JournalRecord]:
         connection = files.connect(self._path, is_read_only=True)
         after = -1
         try:
-            while page := files.read_page(connection, self._path, after):
+            while page := self._page(connection, after):
                 yield from page
                 after = page[-1].number
         finally:
             connection.close()
+
+    def _page(self, connection: sqlite3.Connection, after: int) -> list[JournalRecord]:
+        page = files.read_page(connection, self._path, after)
+        if page and page[0].number == after + 1:
+            return page
+        # What is not here any more is in the archive by now: it is written before anything is deleted here.
+        return self._archive.readable_page(after) or page
 
     def head(self) -> Head:
         connection = files.connect(self._path, is_read_only=True)

@@ -5,7 +5,7 @@ import logging
 import os
 import sqlite3
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from steelyard.coordinator.journal.base import (
@@ -27,6 +27,11 @@ _SCHEMA = (
 )
 _NEXT_RECORDS = "select number, payload, digest from records where number > ? order by number limit ?"
 _ONE_RECORD = "select number, payload, digest from records where number = ?"
+_ROWS_AT_ONCE = 256
+_INSERTS = {
+    1 << power: f"insert into records values {', '.join(['(?, ?, ?)'] * (1 << power))}"
+    for power in range(_ROWS_AT_ONCE.bit_length())
+}
 _WAL_HEADER_BYTES = 32
 _WAL_FRAME_HEADER_BYTES = 24
 
@@ -78,6 +83,20 @@ def make_tables(connection: sqlite3.Connection) -> None:
         connection.execute(statement)
     if connection.execute("pragma user_version").fetchone()[0] != FORMAT_VERSION:
         connection.execute(f"pragma user_version = {FORMAT_VERSION}")
+
+
+def insert(connection: sqlite3.Connection, records: Sequence[JournalRecord]) -> None:
+    """Insert records in as few statements as possible.
+
+    Between two statements another thread may take the interpreter, and may keep it for some milliseconds.
+    """
+    start = 0
+    while start < len(records):
+        num_rows = min(_ROWS_AT_ONCE, 1 << ((len(records) - start).bit_length() - 1))
+        chosen = records[start : start + num_rows]
+        values = [value for r in chosen for value in (r.number, r.payload.decode(), r.digest)]
+        connection.execute(_INSERTS[num_rows], values)
+        start += num_rows
 
 
 def read_head(connection: sqlite3.Connection, path: Path) -> Head:

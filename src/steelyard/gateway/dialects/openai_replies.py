@@ -24,7 +24,10 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chat_reply(completion: Completion, wanted: Wanted, shown: tuple[int, ...], text_of: TextOf) -> bytes:
-    """A whole chat reply. ``shown``: the sampled tokens without the stop token."""
+    """A whole chat reply. ``shown``: the sampled tokens without the stop token.
+
+    ``steelyard`` is an addition of ours: what a harness must know and OpenAI has no field for.
+    """
     reply = completion.reply
     choice = {
         "index": 0,
@@ -33,7 +36,8 @@ def chat_reply(completion: Completion, wanted: Wanted, shown: tuple[int, ...], t
         "finish_reason": _finish(reply.finish_reason, reply.message),
     }
     head = _head(completion, wanted, "chatcmpl", "chat.completion")
-    return _ENCODE({**head, "choices": [choice], "usage": _usage(completion)})
+    extra = {"num_malformed_calls": reply.num_malformed_calls}
+    return _ENCODE({**head, "choices": [choice], "usage": _usage(completion), "steelyard": extra})
 
 
 def text_reply(completion: Completion, wanted: Wanted, shown: tuple[int, ...], text_of: TextOf) -> bytes:

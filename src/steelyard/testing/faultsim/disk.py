@@ -22,6 +22,7 @@ from steelyard.coordinator.journal.base import (
     JournalRecord,
     chain,
     checked_events,
+    never_lost,
 )
 from steelyard.errors import IntegrityError, StorageFailed
 from steelyard.testing.faultsim.loop import OWNER, VirtualLoop
@@ -193,6 +194,10 @@ class DiskJournal:
         if number not in self._file.snapshots:
             raise IntegrityError(f"there must be a snapshot {number}, and is none")
         return self._file.snapshots[number]
+
+    async def watch(self) -> None:
+        """Nobody else can take it."""
+        await never_lost()
 
     async def close(self) -> None:
         """Nothing to release."""

@@ -1,4 +1,4 @@
-"""Damaged journals: a torn end is cut off with a warning, anything else is refused and named; both kinds alike."""
+"""Damaged journals: a torn end is cut off with a warning, anything else is refused and named; all kinds alike."""
 
 import asyncio
 import logging
@@ -13,27 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.coordinator import events as e
-from steelyard.coordinator.journal.base import FORMAT_VERSION, Journal, JournalRecord
+from steelyard.coordinator.journal.base import FORMAT_VERSION, JournalRecord
 from steelyard.coordinator.journal.memory import MemoryJournal
 from steelyard.coordinator.journal.sqlite import SqliteJournal, SqliteJournalReader
 from steelyard.errors import IntegrityError
-
-
-def events(start: int, count: int) -> list[e.AnyEvent]:
-    return [e.Running(at_s=float(n), attempt_id=f"att_{n}") for n in range(start, start + count)]
-
-
-async def write(journal: Journal, count: int, start: int = 0) -> None:
-    await journal.append(events(start, count))
-    await journal.close()
-
-
-async def replayed(journal: Journal) -> tuple[e.AnyEvent, ...]:
-    try:
-        return await journal.replay()
-    finally:
-        await journal.close()
+from steelyard.testing.journals import (
+    JournalStore,
+    MemoryStore,
+    PostgresStore,
+    SqliteStore,
+    closing,
+    events,
+    replayed,
+    write,
+)
 
 
 def memory_with(*changes: Callable[[list[JournalRecord]], None], count: int = 8) -> MemoryJournal:
@@ -67,17 +60,31 @@ def drop(number: int) -> Callable[[list[JournalRecord]], None]:
 
 def sqlite_with(path: Path, *statements: str, count: int = 8) -> SqliteJournal:
     asyncio.run(write(SqliteJournal(path), count))
-    with sqlite3.connect(path) as connection:
-        for statement in statements:
-            connection.execute(statement)
-    connection.close()
+    SqliteStore(path).edit(*statements)
     return SqliteJournal(path)
+
+
+def damaged(
+    request: pytest.FixtureRequest,
+    kind: str,
+    path: Path,
+    *changes: Callable[[list[JournalRecord]], None],
+    statements: list[str],
+) -> JournalStore:
+    """A journal of eight events, damaged by ``changes`` in memory and else by ``statements``, which do the same."""
+    if kind == "memory":
+        return MemoryStore(memory_with(*changes))
+    store = SqliteStore(path) if kind == "sqlite" else PostgresStore(request.getfixturevalue("postgres"))
+    asyncio.run(write(store.open(), 8))
+    store.edit(*statements)
+    return store
 
 
 SPOIL = "update records set payload = '{{}}' where number = {}"
 GARBLE = "update records set payload = '{{}}', digest = 'torn' where number {}"
 DROP = "delete from records where number {}"
 
+KINDS = ["memory", "sqlite", "postgres"]
 TORN_ENDS = [
     ([spoil(8)], [SPOIL.format(8)], 7),
     ([drop(8)], [DROP.format("= 8")], 7),
@@ -87,31 +94,49 @@ TORN_ENDS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("in_memory", "statements", "num_left"), TORN_ENDS)
 def test_a_torn_end_is_cut_off_with_a_warning_and_the_journal_goes_on(
+    request: pytest.FixtureRequest,
+    kind: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    kind: str,
     in_memory: list[Callable[[list[JournalRecord]], None]],
     statements: list[str],
     num_left: int,
 ) -> None:
-    path = tmp_path / "journal.sqlite"
-    memory = memory_with(*in_memory)
-    journal: Journal = memory if kind == "memory" else sqlite_with(path, *statements)
+    store = damaged(request, kind, tmp_path / "journal.sqlite", *in_memory, statements=statements)
     with caplog.at_level(logging.WARNING):
-        assert asyncio.run(replayed(journal)) == tuple(events(0, num_left))
+        assert replayed(store.open()) == tuple(events(0, num_left))
     assert f"now ends with record {num_left}, {8 - num_left} records are lost" in caplog.text
     caplog.clear()
-    again: Journal = memory if kind == "memory" else SqliteJournal(path)
-    asyncio.run(write(again, 2, start=num_left))
-    last: Journal = memory if kind == "memory" else SqliteJournal(path)
-    assert asyncio.run(replayed(last)) == tuple(events(0, num_left + 2))
+    asyncio.run(write(store.open(), 2, start=num_left))
+    assert replayed(store.open()) == tuple(events(0, num_left + 2))
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("in_memory", "statements", "num_left"), TORN_ENDS)
+def test_after_a_torn_end_was_cut_off_the_same_writer_can_append(
+    request: pytest.FixtureRequest,
+    kind: str,
+    tmp_path: Path,
+    in_memory: list[Callable[[list[JournalRecord]], None]],
+    statements: list[str],
+    num_left: int,
+) -> None:
+    store = damaged(request, kind, tmp_path / "journal.sqlite", *in_memory, statements=statements)
+
+    async def run() -> None:
+        async with closing(store.open()) as journal:
+            assert len(await journal.replay()) == num_left
+            await journal.append(events(num_left, 2))
+
+    asyncio.run(run())
+    assert replayed(store.open()) == tuple(events(0, num_left + 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("in_memory", "statement", "number"),
     [
@@ -124,18 +149,19 @@ def test_a_torn_end_is_cut_off_with_a_warning_and_the_journal_goes_on(
     ],
 )
 def test_a_damaged_middle_is_refused_with_its_number_and_nothing_is_changed(
-    tmp_path: Path, kind: str, in_memory: Callable[[list[JournalRecord]], None], statement: str, number: int
+    request: pytest.FixtureRequest,
+    kind: str,
+    tmp_path: Path,
+    in_memory: Callable[[list[JournalRecord]], None],
+    statement: str,
+    number: int,
 ) -> None:
-    path = tmp_path / "journal.sqlite"
-    memory = memory_with(in_memory)
+    store = damaged(request, kind, tmp_path / "journal.sqlite", in_memory, statements=[statement])
+    before = list(store.reader().records())
     for _ in range(2):
-        journal: Journal = memory if kind == "memory" else SqliteJournal(path)
-        if kind == "sqlite" and not path.exists():
-            journal = sqlite_with(path, statement)
-        before = list(memory.stored)
         with pytest.raises(IntegrityError, match=rf"journal record {number} .*after it is intact, so it is refused"):
-            asyncio.run(replayed(journal))
-        assert memory.stored == before
+            replayed(store.open())
+        assert list(store.reader().records()) == before
 
 
 @settings(max_examples=120, deadline=None)
@@ -150,7 +176,7 @@ def test_what_is_replayed_is_always_a_prefix_and_what_is_cut_had_nothing_intact_
     first = min(bad, default=9)
     is_end = bad == set(range(first, 9))
     try:
-        found = asyncio.run(replayed(journal))
+        found = replayed(journal)
     except IntegrityError as error:
         assert not is_end or first == 1
         assert first == 1 or f"record {first} " in str(error)
@@ -166,9 +192,9 @@ def test_a_format_of_the_future_is_refused_with_both_versions_named(tmp_path: Pa
     memory.stored_format = 7
     message = f"must have format version {FORMAT_VERSION}, has 7"
     with pytest.raises(IntegrityError, match=message):
-        asyncio.run(replayed(memory))
+        replayed(memory)
     with pytest.raises(IntegrityError, match=message):
-        asyncio.run(replayed(sqlite_with(path, "pragma user_version = 7")))
+        replayed(sqlite_with(path, "pragma user_version = 7"))
     with pytest.raises(IntegrityError, match=message):
         list(SqliteJournalReader(path).records())
     with pytest.raises(IntegrityError, match=message):
@@ -177,7 +203,7 @@ def test_a_format_of_the_future_is_refused_with_both_versions_named(tmp_path: Pa
 
 def test_a_journal_that_says_no_format_counts_as_version_1_and_says_so_from_then_on(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
-    assert asyncio.run(replayed(sqlite_with(path, "pragma user_version = 0"))) == tuple(events(0, 8))
+    assert replayed(sqlite_with(path, "pragma user_version = 0")) == tuple(events(0, 8))
     with sqlite3.connect(path) as connection:
         assert connection.execute("pragma user_version").fetchone() == (1,)
     connection.close()
@@ -211,14 +237,14 @@ def test_a_log_that_is_cut_off_loses_the_last_commit_whole_and_says_so(
     data = log.read_bytes()
     log.write_bytes(data[:-num_bytes])
     with caplog.at_level(logging.WARNING):
-        assert asyncio.run(replayed(SqliteJournal(path))) == tuple(events(0, 5))
+        assert replayed(SqliteJournal(path)) == tuple(events(0, 5))
     assert "write-ahead log had a torn end" in caplog.text
 
 
 def test_a_log_that_is_whole_is_no_reason_for_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = copy_of_a_killed_journal(tmp_path, 5, 3)
     with caplog.at_level(logging.WARNING):
-        assert asyncio.run(replayed(SqliteJournal(path))) == tuple(events(0, 8))
+        assert replayed(SqliteJournal(path)) == tuple(events(0, 8))
     assert caplog.text == ""
 
 
@@ -231,14 +257,14 @@ def test_a_file_that_is_cut_short_keeps_what_can_be_read_and_the_old_file_stays(
     data = path.read_bytes()
     path.write_bytes(data[:-num_bytes])
     with caplog.at_level(logging.WARNING):
-        found = asyncio.run(replayed(SqliteJournal(path)))
+        found = replayed(SqliteJournal(path))
     assert 500 < len(found) < 2000
     assert found == tuple(events(0, len(found)))
     assert "written anew" in caplog.text
     assert f"now ends with record {len(found)}, {2000 - len(found)} records are lost" in caplog.text
     assert (tmp_path / "journal.sqlite.damaged").read_bytes() == data[:-num_bytes]
     asyncio.run(write(SqliteJournal(path), 1, start=len(found)))
-    assert asyncio.run(replayed(SqliteJournal(path))) == tuple(events(0, len(found) + 1))
+    assert replayed(SqliteJournal(path)) == tuple(events(0, len(found) + 1))
 
 
 def test_a_page_in_the_middle_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
@@ -249,5 +275,5 @@ def test_a_page_in_the_middle_that_cannot_be_read_is_refused(tmp_path: Path) -> 
     data[middle : middle + 4096] = random.Random(0).randbytes(4096)
     path.write_bytes(bytes(data))
     with pytest.raises(IntegrityError, match=r"journal record \d+ .*so it is refused"):
-        asyncio.run(replayed(SqliteJournal(path)))
+        replayed(SqliteJournal(path))
     assert path.read_bytes()[middle : middle + 4096] == data[middle : middle + 4096]
