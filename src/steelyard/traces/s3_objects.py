@@ -231,7 +231,11 @@ class S3Objects:
                 },
             )
             self._files.retries = 1
-        await self._files.set_session()
+        try:
+            await self._files.set_session()
+        except (boto.BotoCoreError, ValueError, OSError) as error:
+            # Of the library's own files: an unknown profile, an unreadable configuration. No server was asked.
+            raise StorageFailed(f"cannot open {self._url}: {type(error).__name__}: {error}") from None
         return self._files
 
     def _pause_s(self, num_tries: int) -> float:
