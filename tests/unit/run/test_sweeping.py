@@ -15,9 +15,11 @@ from steelyard.cli.main import EXIT_BAD_INPUT, EXIT_DONE, main
 from steelyard.config import BlobsConfig
 from steelyard.coordinator import events as e
 from steelyard.coordinator.entities import State
+from steelyard.coordinator.journal.memory import MemoryJournal
 from steelyard.coordinator.journal.sqlite import SqliteJournal
 from steelyard.coordinator.state import apply
 from steelyard.digests import digest_bytes
+from steelyard.errors import InputError
 from steelyard.run.directory import RunDirectory, RunLock
 from steelyard.run.stores import Stores
 from steelyard.run.sweeping import (
@@ -29,7 +31,7 @@ from steelyard.run.sweeping import (
     sweep_blobs,
 )
 from steelyard.testing.histories import History
-from steelyard.testing.run_rig import WORKER, RunRig, play
+from steelyard.testing.run_rig import WORKER, RunRig, make_settings, play
 from steelyard.testing.s3_server import S3Server
 from steelyard.testing.traces import make_turn
 from steelyard.types import EndReason
@@ -244,6 +246,44 @@ def test_what_another_process_may_just_have_put_is_left_for_the_next_sweep(tmp_p
         await stores.close()
 
     play(scene)
+
+
+def test_a_place_of_another_run_is_never_swept(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.make_folders()
+    other = MemoryJournal()
+    begun = e.RunStarted(at_s=0.0, run_id="run_other", seed=0, config_digest="c0", rules=make_settings().rules)
+
+    async def scene(rig: RunRig) -> None:
+        stores = Stores.open(directory, lambda _: None, BlobsConfig(url=f"file://{tmp_path}/blobs"))
+        await fill(rig, stores)
+        await rig.coordinator.abandon("its worker is gone")
+        await other.append([begun])
+        now_s = time.time() + 60.0
+        assert (await sweep_blobs(rig.memory_journal, frozenset(), stores, now_s=now_s, min_age_s=0.0)).attempt_ids
+        kept = await stores.artifacts.list()
+        with pytest.raises(InputError, match=r"must be a place of this run \(run_other\), got .* of run run_rig"):
+            await sweep_blobs(other, frozenset(), stores, now_s=now_s, min_age_s=0.0)
+        assert await stores.artifacts.list() == kept
+        await stores.close()
+
+    play(scene)
+
+
+def test_before_a_run_has_begun_nothing_is_left_over(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.make_folders()
+
+    async def scenario() -> None:
+        stores = Stores.open(directory, lambda _: None)
+        await stores.artifacts.put(b"of nobody")
+        journal = MemoryJournal()
+        swept = await sweep_blobs(journal, frozenset(), stores, now_s=time.time() + 60.0, min_age_s=0.0)
+        assert swept == ((), ())
+        assert len(await stores.artifacts.list()) == 1
+        await stores.close()
+
+    asyncio.run(scenario())
 
 
 def test_the_command_refuses_a_run_that_is_going_on_and_an_age_that_is_none(
