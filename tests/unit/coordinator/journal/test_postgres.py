@@ -10,10 +10,10 @@ import psycopg
 import pytest
 
 from steelyard.coordinator import events as e
-from steelyard.coordinator.journal.base import FORMAT_VERSION, DamagedRecord, Journal
+from steelyard.coordinator.journal.base import EMPTY_HEAD, FORMAT_VERSION, DamagedRecord, Journal
 from steelyard.coordinator.journal.postgres import PostgresJournal
 from steelyard.coordinator.journal.postgres_database import PostgresPlace, connect_for_reading
-from steelyard.coordinator.journal.postgres_reader import PostgresJournalReader
+from steelyard.coordinator.journal.postgres_reader import PostgresJournalReader, RecordsOfWriter
 from steelyard.errors import ConfigError, IntegrityError, StorageFailed
 from steelyard.testing.journals import PostgresStore, closing, events, replayed, write
 from steelyard.testing.postgres import GUARDED, PASSWORD, FailingLine, PostgresServer, postgres_server
@@ -205,10 +205,28 @@ def test_a_server_that_does_not_answer_any_more_is_given_up_at_a_deadline(
                 line.go_mute()
                 with pytest.raises(StorageFailed, match="no answer within 1 s"):
                     await journal.append(events(2, 3))
+                assert "_write" not in {getattr(task.get_coro(), "__name__", "") for task in asyncio.all_tasks()}
 
     asyncio.run(run())
     postgres_store.end_lease()
     assert replayed(postgres_store.open()) in (tuple(events(0, 2)), tuple(events(0, 5)))
+
+
+def test_a_replay_gives_a_server_up_that_does_not_answer_any_more(
+    postgres_store: PostgresStore, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        async with failing_line(postgres_store, tmp_path) as line, closing(postgres_store.open()) as journal:
+            await journal.append(events(0, 2))
+            url = postgres_store.server.url(postgres_store.database, socket_directory=tmp_path)
+            place = postgres_store.place(url, deadline_s=1.0)
+            records = await asyncio.to_thread(RecordsOfWriter.open, place, 1, 1, EMPTY_HEAD)
+            line.go_mute()
+            with pytest.raises(StorageFailed, match="no answer within 1 s"):
+                await asyncio.to_thread(records.page, 0)
+            records.close()
+
+    asyncio.run(run())
 
 
 def test_an_append_that_the_server_cannot_do_in_time_is_undone_and_said_to_be(postgres_store: PostgresStore) -> None:

@@ -211,7 +211,9 @@ def test_a_standby_outlasts_a_restart_of_the_server() -> None:
                 await old.append(events(0, 2))
                 taking = asyncio.create_task(standby.replay())
                 await said
+                missed = heard("cannot be reached")
                 server.stop()
+                await missed
                 server.start()
                 assert not taking.done()
                 store.end_lease()
