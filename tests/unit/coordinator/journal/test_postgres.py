@@ -212,6 +212,22 @@ def test_a_server_that_does_not_answer_any_more_is_given_up_at_a_deadline(
     assert replayed(postgres_store.open()) in (tuple(events(0, 2)), tuple(events(0, 5)))
 
 
+def test_a_writer_that_appends_nothing_ends_when_it_is_cut_off_from_its_database(
+    postgres_store: PostgresStore, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        async with failing_line(postgres_store, tmp_path) as line:
+            url = postgres_store.server.url(postgres_store.database, socket_directory=tmp_path)
+            place = postgres_store.place(url)
+            async with closing(postgres_store.open(place=place, lease_s=3.0)) as journal:
+                await journal.append(events(0, 2))
+                line.go_mute()
+                with pytest.raises(StorageFailed, match="the lease could not be renewed, or the answer was lost"):
+                    await journal.watch()
+
+    asyncio.run(run())
+
+
 def test_a_replay_gives_a_server_up_that_does_not_answer_any_more(
     postgres_store: PostgresStore, tmp_path: Path
 ) -> None:
@@ -441,22 +457,28 @@ def test_a_full_disk_is_a_storage_failure_and_leaves_what_was_there(
     assert replayed(postgres_store.open()) == tuple((big * 4)[:num_written])
 
 
-def test_a_database_that_may_only_be_read_is_a_storage_failure_for_the_writer_and_good_for_the_reader(
-    postgres: PostgresServer,
+@pytest.mark.parametrize("rights", ["select", "select, insert, update, delete"])
+def test_a_role_that_owns_nothing_can_read_and_write_with_the_rights_that_the_docs_name(
+    postgres: PostgresServer, rights: str
 ) -> None:
     store = PostgresStore(postgres, own_database=True)
     asyncio.run(write(store.open(), 3))
-    role = f"reader_{store.database}"
+    role = f"guest_of_{store.database}"
     postgres.run(
         store.database,
         f"create role {role} login",
         f"grant usage on schema steelyard to {role}",
-        f"grant select on all tables in schema steelyard to {role}",
+        f"grant {rights} on all tables in schema steelyard to {role}",
     )
-    url = store.url.replace("//steelyard@", f"//{role}@")
-    with pytest.raises(StorageFailed, match="permission denied"):
-        replayed(open_at(url))
-    assert len(list(PostgresJournalReader(store.place(url)).records())) == 3
+    guest = store.place(store.url.replace("//steelyard@", f"//{role}@"))
+    assert len(list(PostgresJournalReader(guest).records())) == 3
+    if rights == "select":
+        with pytest.raises(StorageFailed, match="permission denied"):
+            asyncio.run(write(store.open(place=guest), 1, start=3))
+    else:
+        asyncio.run(write(store.open(place=guest), 1, start=3))
+        other = PostgresPlace(url=guest.url, name="another", deadline_s=30.0)
+        asyncio.run(write(store.open(place=other), 1))
 
 
 def test_a_reader_cannot_write(postgres_store: PostgresStore) -> None:
