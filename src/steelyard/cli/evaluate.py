@@ -47,10 +47,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def evaluation_only(config: Config) -> Config:
-    """The same configuration with no step to train: a run that only evaluates version 0."""
+    """The same configuration with no step to train: a run that only evaluates version 0.
+
+    Its journal lies in its own directory where that of the training is in a database, under a name that is taken.
+    """
     if config.eval.num_tasks == 0:
         raise InputError("eval.num_tasks must be >= 1 to evaluate, got 0")
     replace = msgspec.structs.replace
+    if config.journal.kind == "postgres":
+        config = replace(config, journal=replace(config.journal, kind="sqlite", url=None, name=None))
     return replace(
         config,
         run=replace(config.run, name=f"{config.run.name}-eval", dir=None),

@@ -49,8 +49,6 @@ class CommitQueue:
         self._task = asyncio.create_task(self._run(), name="journal-commits")
         # Its error goes to ``on_failure`` and to all who wait; nobody awaits the task itself.
         self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        # A journal can be lost while nobody appends: whoever has taken it over gives other answers from then on.
-        self._watch = asyncio.create_task(self._watch_journal(), name="journal-watch")
 
     def add(self, event: AnyEvent) -> None:
         """Put one event in line. Raises the journal's error once it has failed."""
@@ -75,24 +73,11 @@ class CommitQueue:
         while self.num_committed < self._num_added and self._failure is None:
             await self._committed.next_event().wait()
         self.stop()
-        await asyncio.gather(self._task, self._watch, return_exceptions=True)
+        await asyncio.gather(self._task, return_exceptions=True)
 
     def stop(self) -> None:
         """Stop at once; what is in line is lost, as in a crash."""
         self._task.cancel()
-        self._watch.cancel()
-
-    async def _watch_journal(self) -> None:
-        try:
-            await self._journal.watch()
-        except Exception as error:  # noqa: BLE001 (it goes to all who wait)
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        if self._failure is None:
-            self._failure = error
-            self._committed.notify()
-            self._on_failure(error)
 
     async def _run(self) -> None:
         try:
@@ -112,5 +97,7 @@ class CommitQueue:
             self._committed.notify()
             raise
         except BaseException as error:
-            self._fail(error)
+            self._failure = error
+            self._committed.notify()
+            self._on_failure(error)
             raise

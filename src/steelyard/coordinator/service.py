@@ -68,7 +68,7 @@ class Coordinator:
         self._evaluations = Evaluations(core, self._scoring)
         self._snapshots = core.snapshots(journal, num_covered)
         self._cancellation = Cancellation(core, self._groups, self._batches)
-        self._ticker = Ticker(core, (TimeBudgets(core, self._groups), self._leases, self._scoring))
+        self._ticker = Ticker(core, (TimeBudgets(core, self._groups), self._leases, self._scoring), journal)
 
     @classmethod
     async def open(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from steelyard.coordinator.core import Core
+from steelyard.coordinator.journal.base import Journal
 
 
 class Timed(Protocol):
@@ -20,27 +21,38 @@ class Timed(Protocol):
 
 
 class Ticker:
-    """One task that looks at the clock whenever something is due, and at least every ``tick_s``.
+    """One task that looks at the clock whenever something is due, and at least every ``tick_s``; one for the journal.
 
     *Waits for* the earliest deadline. *Unblocked by* that, and by an earlier one that is new (``core.timers``).
     *Produces* expiries and cancellations. It ends only with an error, which fails the run, or by ``stop``.
+
+    Args:
+        core: what is due in it, or is to fail.
+        parts: what has deadlines.
+        journal: is watched, for it can be lost while nothing is appended: whoever has taken it over gives other answers
+            from then on.
     """
 
-    def __init__(self, core: Core, parts: Sequence[Timed]) -> None:
+    def __init__(self, core: Core, parts: Sequence[Timed], journal: Journal) -> None:
         self._core = core
         self._parts = parts
-        self._task: asyncio.Task[None] | None = None
+        self._journal = journal
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
 
     def start(self) -> None:
         """Begin to tick, in the running event loop."""
-        self._task = asyncio.create_task(self._run(), name="coordinator-ticker")
-        self._task.add_done_callback(self._on_done)
+        self._tasks = (
+            asyncio.create_task(self._run(), name="coordinator-ticker"),
+            asyncio.create_task(self._journal.watch(), name="journal-watch"),
+        )
+        for task in self._tasks:
+            task.add_done_callback(self._on_done)
 
     async def stop(self) -> None:
-        """End the task and wait for its end."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        """End the tasks and wait for their ends."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def advance(self) -> None:
         """Do what is due by now. Nothing is in a finished run, whose leases are never looked at again.

@@ -101,5 +101,4 @@ def _place(config: Config) -> "PostgresPlace":
     from steelyard.coordinator.journal.postgres_database import PostgresPlace  # noqa: PLC0415 (as above)
 
     journal = config.journal
-    # A writer that has had no answer for the time of its lease may have lost it, and has to end.
-    return PostgresPlace(url=journal.url or "", name=journal.name or "", deadline_s=journal.lease_s)
+    return PostgresPlace(url=journal.url or "", name=journal.name or "")

@@ -8,13 +8,14 @@ import pytest
 from steelyard.coordinator.core import Core, FullWait
 from steelyard.coordinator.entities import State
 from steelyard.coordinator.events import RunFinished
+from steelyard.coordinator.journal.base import Head
 from steelyard.coordinator.journal.memory import MemoryJournal
 from steelyard.coordinator.ticking import Ticker
-from steelyard.errors import RunError
+from steelyard.errors import JournalFenced, RunError
 from steelyard.ids import SeededIds
 from steelyard.metrics import Counters
 from steelyard.testing.manual_clock import ManualClock, settle
-from steelyard.testing.run_rig import MemoryStores, make_settings
+from steelyard.testing.run_rig import WORKER, MemoryStores, RunRig, make_settings
 
 
 class Alarm:
@@ -62,7 +63,7 @@ def play(scene: Callable[[Core, ManualClock], Awaitable[None]], tick_s: float = 
 def test_each_part_is_looked_at_when_it_is_due_although_the_next_tick_is_far() -> None:
     async def scene(core: Core, clock: ManualClock) -> None:
         early, late = Alarm(clock, 3.0), Alarm(clock, 5.0)
-        ticker = Ticker(core, (late, early))
+        ticker = Ticker(core, (late, early), MemoryJournal())
         ticker.start()
         for _ in range(6):
             await settle()
@@ -78,7 +79,7 @@ def test_each_part_is_looked_at_when_it_is_due_although_the_next_tick_is_far() -
 def test_nothing_is_due_in_a_finished_run() -> None:
     async def scene(core: Core, clock: ManualClock) -> None:
         alarm = Alarm(clock, 1.0)
-        ticker = Ticker(core, (alarm,))
+        ticker = Ticker(core, (alarm,), MemoryJournal())
         core.record(RunFinished(at_s=core.now_s(), reason="done"))
         ticker.start()
         await settle()
@@ -93,7 +94,7 @@ def test_nothing_is_due_in_a_finished_run() -> None:
 
 def test_an_error_of_a_part_is_the_error_of_the_run() -> None:
     async def scene(core: Core, clock: ManualClock) -> None:
-        ticker = Ticker(core, (Alarm(clock, 1.0, RunError("the part is broken")),))
+        ticker = Ticker(core, (Alarm(clock, 1.0, RunError("the part is broken")),), MemoryJournal())
         ticker.start()
         await settle()
         clock.advance(1.0)
@@ -109,7 +110,7 @@ def test_an_error_of_a_part_is_the_error_of_the_run() -> None:
 
 def test_a_ticker_that_was_stopped_leaves_nothing_behind_and_fails_nothing() -> None:
     async def scene(core: Core, clock: ManualClock) -> None:
-        ticker = Ticker(core, ())
+        ticker = Ticker(core, (), MemoryJournal())
         await ticker.stop()
         ticker.start()
         await settle()
@@ -118,3 +119,51 @@ def test_a_ticker_that_was_stopped_leaves_nothing_behind_and_fails_nothing() -> 
         assert not [task for task in asyncio.all_tasks() if task.get_name() == "coordinator-ticker"]
 
     play(scene)
+
+
+class LosableJournal(MemoryJournal):
+    """Can be taken over by somebody else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken = asyncio.Event()
+
+    async def watch(self) -> None:
+        await self.taken.wait()
+        self._require_ours()
+
+    async def head_at(self, number: int) -> Head | None:
+        self._require_ours()
+        return await super().head_at(number)
+
+    def _require_ours(self) -> None:
+        if self.taken.is_set():
+            raise JournalFenced("the journal was taken over by another")
+
+
+def test_a_journal_that_is_lost_while_nothing_is_appended_fails_every_wait_and_every_later_call() -> None:
+    async def run() -> None:
+        journal = LosableJournal()
+        rig = await RunRig(make_settings(), journal=journal).start()
+        await rig.coordinator.lease(WORKER, 100, 0.0)
+        waiter = asyncio.ensure_future(rig.coordinator.next_batch(0, 1e6))
+        poll = asyncio.ensure_future(rig.coordinator.lease(WORKER, 1, 1e6))
+        await settle()
+        journal.taken.set()
+        for call in (waiter, poll, rig.coordinator.heartbeat(WORKER, ()), rig.coordinator.lease(WORKER, 1, 0.0)):
+            with pytest.raises(JournalFenced, match="taken over by another"):
+                await call
+        await rig.coordinator.close()  # which would write a snapshot
+        assert await journal.snapshots() == ()
+
+    asyncio.run(run())
+
+
+def test_a_journal_is_not_watched_any_more_once_the_coordinator_has_stopped() -> None:
+    async def run() -> None:
+        for stop in ("close", "crash"):
+            rig = await RunRig(make_settings(), journal=LosableJournal()).start()
+            await getattr(rig.coordinator, stop)()
+            assert [task.get_name() for task in asyncio.all_tasks() if task.get_name() == "journal-watch"] == []
+
+    asyncio.run(run())

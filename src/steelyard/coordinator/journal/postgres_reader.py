@@ -3,12 +3,12 @@
 One long transaction would keep the server from cleaning up behind the writer, whose row changes with every commit.
 """
 
-import contextlib
 import threading
 from collections.abc import Iterable, Iterator
 from typing import LiteralString
 
 import psycopg
+from psycopg.rows import TupleRow
 
 from steelyard.coordinator.journal.base import (
     EMPTY_HEAD,
@@ -29,7 +29,7 @@ from steelyard.coordinator.journal.postgres_database import (
     one_line,
     storage_failures,
 )
-from steelyard.errors import IntegrityError, JournalFenced
+from steelyard.errors import IntegrityError, JournalFenced, StorageFailed
 from steelyard.types import Record
 
 _JOURNAL: LiteralString = "select id, format_version, head_number, head_digest from steelyard.journals where name = %s"
@@ -73,7 +73,7 @@ class PostgresRecords:
         limit = PAGE_RECORDS
         while True:
             try:
-                return self._rows(_PAGE, after, limit)
+                return self._records(_PAGE, after, limit)
             except psycopg.Error as error:
                 if limit == 1:
                     message = f"journal record {after + 1} cannot be read: {one_line(error)}"
@@ -81,56 +81,30 @@ class PostgresRecords:
             # Half of the page first: what is readable before the damage is found without reading record by record.
             limit //= 2
 
-    def readable_after(self, number: int) -> Iterator[JournalRecord]:
-        """Whatever records above ``number`` can still be read, in order."""
-        after, last = number, self._last_number()
-        while after < last:
-            try:
-                page = self._rows(_PAGE, after, PAGE_RECORDS)
-            except psycopg.Error:
-                page = [record for n in range(after + 1, after + 1 + PAGE_RECORDS) for record in self._readable(n)]
-                after += PAGE_RECORDS
-            else:
-                after = page[-1].number if page else last
-            yield from page
-
     def close(self) -> None:
         """Close the connection; what another thread waits for on it ends at once."""
         hang_up(self._connection)
         with self._use:
             self._connection.close()
 
-    def _readable(self, number: int) -> list[JournalRecord]:
-        try:
-            return self._rows(_ONE, number)
-        except psycopg.Error:
-            return []
+    def _records(self, query: LiteralString, *values: int) -> list[JournalRecord]:
+        """Rows as records; raises as ``_fetch``."""
+        rows = self._fetch(query, (self._journal_id, *values))
+        return [JournalRecord(number=row[0], payload=row[1].encode(), digest=row[2]) for row in rows]
 
-    def _last_number(self) -> int:
-        with storage_failures(self.name), self._asking():
-            row = self._connection.execute(_LAST, (self._journal_id,)).fetchone()
-        return (row[0] if row is not None else None) or 0
-
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
-        with self._use, answering(self._connection, self._place.deadline_s):
-            yield
-
-    def _rows(self, query: LiteralString, *values: int) -> list[JournalRecord]:
-        """Rows as records.
+    def _fetch(self, query: LiteralString, values: tuple[int, ...] | dict[str, object]) -> list[TupleRow]:
+        """All rows of a query.
 
         Raises:
-            psycopg.Error: the server says that one of them is damaged.
+            psycopg.Error: the server says that something that it has stored is damaged; nothing else.
         """
         try:
-            with self._asking():
-                rows = self._connection.execute(query, (self._journal_id, *values)).fetchall()
+            with self._use, answering(self._connection, self._place.deadline_s):
+                return self._connection.execute(query, values).fetchall()
         except psycopg.Error as error:
             if is_damage(error):
                 raise
-            with storage_failures(f"{self.name} cannot be read"):
-                raise
-        return [JournalRecord(number=row[0], payload=row[1].encode(), digest=row[2]) for row in rows]
+            raise StorageFailed(f"{self.name}: {one_line(error)}") from error
 
 
 class RecordsOfWriter(PostgresRecords):
@@ -154,6 +128,19 @@ class RecordsOfWriter(PostgresRecords):
         """What the journal says its last record is."""
         return self._head
 
+    def readable_after(self, number: int) -> Iterator[JournalRecord]:
+        """Whatever records above ``number`` can still be read, in order."""
+        after, last = number, self._last_number()
+        while after < last:
+            try:
+                page = self._records(_PAGE, after, PAGE_RECORDS)
+            except psycopg.Error:
+                page = [record for n in range(after + 1, after + 1 + PAGE_RECORDS) for record in self._readable(n)]
+                after += PAGE_RECORDS
+            else:
+                after = page[-1].number if page else last
+            yield from page
+
     def cut(self, head: Head) -> None:
         """Remove all records behind ``head`` and make it the journal's head, at once and durably.
 
@@ -163,17 +150,27 @@ class RecordsOfWriter(PostgresRecords):
         """
         values = {"id": self._journal_id, "epoch": self._epoch, "number": head.number, "digest": head.digest}
         try:
-            with self._asking():
-                row = self._connection.execute(_CUT, values).fetchone()
+            ((num_held,),) = self._fetch(_CUT, values)
         except psycopg.Error as error:
-            if is_damage(error):
-                message = f"{self.name} is damaged behind record {head.number} and cannot be cut off there"
-                raise IntegrityError(f"{message}: {one_line(error)}") from error
-            with storage_failures(f"{self.name} could not be cut off behind record {head.number}"):
-                raise
-        if row is None or not row[0]:
+            message = f"{self.name} is damaged behind record {head.number} and cannot be cut off there"
+            raise IntegrityError(f"{message}: {one_line(error)}") from error
+        if not num_held:
             raise JournalFenced(f"{self.name} was taken over while it was replayed; this writer must end")
         self._head = head
+
+    def _readable(self, number: int) -> list[JournalRecord]:
+        try:
+            return self._records(_ONE, number)
+        except psycopg.Error:
+            return []
+
+    def _last_number(self) -> int:
+        """The highest record number that there may be."""
+        try:
+            ((last,),) = self._fetch(_LAST, (self._journal_id,))
+        except psycopg.Error:
+            return self._head.number
+        return max(self._head.number, last or 0)
 
 
 class PostgresJournalReader:
