@@ -224,8 +224,9 @@ class S3Objects:
                 max_concurrency=1,
                 client_kwargs={"region_name": settings.region} if settings.region else {},
                 config_kwargs={
-                    "connect_timeout": settings.call_deadline_s,
-                    "read_timeout": settings.call_deadline_s,
+                    # Longer than ours, which is the one that decides and that is named.
+                    "connect_timeout": 2 * settings.call_deadline_s,
+                    "read_timeout": 2 * settings.call_deadline_s,
                     "max_pool_connections": _MAX_OPEN_CALLS,
                     "retries": {"total_max_attempts": 1, "mode": "standard"},
                 },
