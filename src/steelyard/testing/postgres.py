@@ -60,6 +60,7 @@ class PostgresServer:
         self._log: list[str] = []
         self._reading: threading.Thread | None = None
         self._num_databases = 0
+        self._shared: str | None = None
 
     @property
     def pid(self) -> int:
@@ -83,6 +84,12 @@ class PostgresServer:
         name = name or f"test_{self._num_databases}"
         self.run("postgres", sql.SQL("create database {}").format(sql.Identifier(name)))
         return self.url(name)
+
+    def shared_database(self) -> str:
+        """A database for all who need none of their own; its URL."""
+        if self._shared is None:
+            self._shared = self.new_database("shared")
+        return self._shared
 
     def run(self, database: str, *statements: sql.Composed | str) -> None:
         """Run statements as the superuser."""
@@ -133,14 +140,15 @@ class PostgresServer:
         command = [_program("initdb"), "--pgdata", str(self.data), "--username", _USER, "--auth", "trust"]
         command += ["--encoding", "UTF8", "--locale", "C", "--data-checksums", "--no-sync"]
         done = subprocess.run(
-            [*_unprivileged(), *command], capture_output=True, text=True, check=False, cwd=self._directory
-        )
+            [*_unprivileged(), *command], capture_output=True, text=True, check=False, cwd=self._directory,
+            timeout=_START_DEADLINE_S,
+        )  # fmt: skip
         if done.returncode:
             raise AssertionError(f"initdb failed: {done.stderr}")
         (self.data / "pg_hba.conf").write_text(_ACCESS)
 
     def start(self) -> None:
-        """Start, and wait until it accepts connections.
+        """Start, and wait until it accepts connections. It ends with the thread that has started it.
 
         Raises:
             AssertionError: it does not, within a deadline; shows its log.
