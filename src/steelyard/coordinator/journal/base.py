@@ -158,6 +158,26 @@ class JournalReader(Protocol):
         ...
 
 
+class StateReader(JournalReader, Protocol):
+    """Read access that need not begin at the beginning, for who wants to know how things stand."""
+
+    def records_after(self, number: int) -> Iterable[JournalRecord]:
+        """The records above ``number`` in stored order, unchecked."""
+        ...
+
+    def snapshots(self) -> tuple[int, ...]:
+        """Event numbers of the kept snapshots, newest first."""
+        ...
+
+    def read_snapshot(self, number: int) -> bytes:
+        """One snapshot as it is stored, unchecked.
+
+        Raises:
+            IntegrityError: it cannot be read, or has been replaced by a newer one meanwhile.
+        """
+        ...
+
+
 async def never_lost() -> None:
     """The ``watch`` of a journal that no other process can take away."""
     await asyncio.get_running_loop().create_future()
