@@ -202,6 +202,17 @@ class JournalConfig(Section, frozen=True, kw_only=True):
     snapshot_every_events: int = 50_000
 
 
+class CoordinatorConfig(Section, frozen=True, kw_only=True):
+    """Where workers, scorers and trainers on other machines reach the coordinator; see docs/protocol.md.
+
+    ``port`` null: a run of ``train`` serves nobody else, and ``steelyard coordinator`` takes a free port, as for 0.
+    Only loopback unless said otherwise.
+    """
+
+    host: str = "127.0.0.1"
+    port: int | None = None
+
+
 class AllocationConfig(Section, frozen=True, kw_only=True):
     """Without ``policy``: ``fixed`` where resources give a split."""
 
@@ -255,6 +266,7 @@ class Config(Section, frozen=True, kw_only=True):
     scoring: ScoringConfig = ScoringConfig()
     weights: WeightsConfig = WeightsConfig()
     journal: JournalConfig = JournalConfig()
+    coordinator: CoordinatorConfig = CoordinatorConfig()
     allocation: AllocationConfig = AllocationConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     eval: EvalConfig = EvalConfig()

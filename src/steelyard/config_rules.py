@@ -72,6 +72,7 @@ def _minimums(config: Config) -> Iterator[str]:
         "eval.num_tasks": (config.eval.num_tasks, 0),
         "eval.num_unseen_templates": (config.eval.num_unseen_templates, 0),
         "gateway.port": (config.gateway.port, 0),
+        "coordinator.port": (config.coordinator.port or 0, 0),
     }
     for name, (value, minimum) in at_least.items():
         if not value >= minimum:
@@ -112,6 +113,8 @@ def _ranges(config: Config) -> Iterator[str]:
         yield f"train.final_rate_frac must be >= 0 and <= 1, got {config.train.final_rate_frac}"
     if config.gateway.port > 65_535:
         yield f"gateway.port must be <= 65535, got {config.gateway.port}"
+    if (config.coordinator.port or 0) > 65_535:
+        yield f"coordinator.port must be <= 65535, got {config.coordinator.port}"
     if not 0 <= config.algorithm.clip_low < 1:
         yield f"algorithm.clip_low must be >= 0 and < 1, got {config.algorithm.clip_low}"
 

@@ -1,6 +1,7 @@
 """The import rules of docs/architecture.md, checked on the source and in fresh interpreters."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,8 @@ def all_modules() -> list[str]:
 MODULES = [name for name in all_modules() if name]
 
 
-def imported_by(module: str) -> set[str]:
+@functools.cache
+def imported_by(module: str) -> frozenset[str]:
     path = SOURCE / (module.replace(".", "/") + ".py")
     if not path.exists():
         path = SOURCE / module.replace(".", "/") / "__init__.py"
@@ -58,10 +60,10 @@ def imported_by(module: str) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return names
+    return frozenset(names)
 
 
-def ours(names: set[str]) -> set[str]:
+def ours(names: frozenset[str]) -> set[str]:
     return {name.removeprefix("steelyard.").split(".")[0] for name in names if name.startswith("steelyard.")}
 
 

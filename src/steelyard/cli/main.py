@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from steelyard import __version__
-from steelyard.cli import audit, doctor, evaluate, show, train
+from steelyard.cli import audit, cancel, coordinator, doctor, evaluate, key, show, train
 from steelyard.errors import InputError, SteelyardError
 
 EXIT_DONE = 0
@@ -74,6 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"steelyard {__version__}")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
-    for module in (train, evaluate, audit, show, doctor):
+    for module in (train, evaluate, audit, show, doctor, coordinator, key, cancel):
         module.add_parser(commands)
     return parser

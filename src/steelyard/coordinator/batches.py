@@ -95,11 +95,14 @@ class Batches:
         self.planned = frozenset()
 
     def checkpoint(self, step: int, digest: str) -> None:
-        """A checkpoint of the weights after ``step`` steps is durable.
+        """A checkpoint of the weights after ``step`` steps is durable. Idempotent for the newest one.
 
         Raises:
             IllegalTransition: no surviving version has that step, or it goes back.
         """
+        state = self._core.state
+        if state.checkpoints[-1:] == [step] and state.checkpoint_digests.get(step) == digest:
+            return
         self._core.record(e.Checkpointed(at_s=self._core.now_s(), step=step, digest=digest))
         self._core.progress.notify()
 
@@ -111,9 +114,14 @@ class Batches:
     def delete(self, step: int) -> None:
         """The stored batch of ``step`` is about to be deleted. Delete it after this has returned, not before.
 
+        Idempotent: a step below the horizon was begun, so one without a batch was deleted before.
+
         Raises:
-            IllegalTransition: it is not stored or not covered.
+            IllegalTransition: it is not covered.
         """
+        state = self._core.state
+        if step < state.horizon_step and step not in state.kept_batches:
+            return
         self._core.record(e.BatchDeleted(at_s=self._core.now_s(), step=step))
 
     def culprits(self, step: int) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Keys of workers and scorers: a signed statement of a role, a name and an expiry.
+"""Keys of workers, scorers, trainers and operators: a signed statement of a role, a name and an expiry.
 
 A key is ``stc-<role>.<worker_id>.<expiry in whole seconds>.<signature>``; see :mod:`steelyard.signing`. Who has the
 secret can issue keys; the coordinator only verifies them, so nothing is stored and a restart changes nothing.
@@ -23,6 +23,7 @@ class Role(enum.StrEnum):
     WORKER = "worker"
     SCORER = "scorer"
     TRAINER = "trainer"
+    OPERATOR = "operator"
 
 
 class Capability(Record, frozen=True, kw_only=True):

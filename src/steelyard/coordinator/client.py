@@ -66,19 +66,19 @@ class CoordinatorClient:
     the deadline or the run has failed.
 
     Args:
-        url: base URL of the server.
+        url: base URL of the server; several where standbys may take over, tried in turn.
         key: capability key; its ``worker_id`` is the only one that may be named.
         counters: ``coordinator_client.retried`` counts tries after the first.
         draw: of the random share of the back-off.
         sleep: how the back-off is waited out.
 
     Raises:
-        InputError: the key has not the form of one.
+        InputError: the key has not the form of one, or there is no URL.
     """
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         key: str,
         *,
         ids: IdSource,
@@ -88,7 +88,10 @@ class CoordinatorClient:
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self.worker_id = worker_of(key)
-        self._url = url.rstrip("/") + p.CALLS_PATH
+        urls = (url,) if isinstance(url, str) else tuple(url)
+        if not urls:
+            raise InputError("url: must name at least one coordinator, got none")
+        self._urls = deque(base.rstrip("/") + p.CALLS_PATH for base in urls)
         self._key = key
         self._counters = counters
         self._draw = draw
@@ -188,6 +191,25 @@ class CoordinatorClient:
 
     # --- machinery --------------------------------------------------------------------------------
 
+    async def perform(self, call: p.Call, kind: type[ResultT], wait_s: float | None = None) -> ResultT:
+        """The result of any call of the key's role, as the methods above and those of links beside this are made.
+
+        Args:
+            kind: the result's type.
+            wait_s: how long the server may wait with its answer; None for a call that does not wait.
+        """
+        result = await (self._call(call) if wait_s is None else self._poll(call, wait_s))
+        return _expect(kind, result)
+
+    @property
+    def _url(self) -> str:
+        return self._urls[0]
+
+    def _try_next(self, failed: str) -> None:
+        """Leave a URL that failed, unless another request has done so already."""
+        if self._urls[0] == failed:
+            self._urls.rotate(-1)
+
     def _require_own(self, worker_id: str) -> None:
         if worker_id != self.worker_id:
             raise InputError(f"worker_id: must be {self.worker_id}, whom the key names, got {worker_id}")
@@ -273,42 +295,44 @@ class CoordinatorClient:
         try:
             async with asyncio.timeout(limit_s):
                 while True:
-                    outcome = await self._try(data, self._settings.try_deadline_s + wait_s)
+                    url = self._url
+                    outcome = await self._try(url, data, self._settings.try_deadline_s + wait_s)
                     if not isinstance(outcome, str):
                         return _in_order(request, outcome)
                     failure, num_tries = outcome, num_tries + 1
                     self._counters.add("coordinator_client.retried")
-                    _LOG.info("%s: try %d failed: %s", self._url, num_tries, failure)
+                    _LOG.info("%s: try %d failed: %s", url, num_tries, failure)
+                    self._try_next(url)
                     await self._sleep(self._backoff_s(num_tries))
         except TimeoutError:
             what = f"an answer of the coordinator ({failure})"
-            raise DeadlineExceeded(what, (self._url,), limit_s) from None
+            raise DeadlineExceeded(what, tuple(sorted(self._urls)), limit_s) from None
 
-    async def _try(self, data: bytes, limit_s: float) -> p.CallReply | str:
+    async def _try(self, url: str, data: bytes, limit_s: float) -> p.CallReply | str:
         """One try: the reply, or why it should be tried again."""
         assert self._http is not None, "the client must be entered before it is used"
         timeout = aiohttp.ClientTimeout(total=limit_s)
         try:
-            async with self._http.post(self._url, data=data, timeout=timeout, allow_redirects=False) as response:
+            async with self._http.post(url, data=data, timeout=timeout, allow_redirects=False) as response:
                 body = await response.read()
                 status = response.status
         except (aiohttp.ClientError, OSError) as error:
             # OSError includes the deadline of the try.
             return f"{type(error).__name__}: {error}"
         if status in _TRY_AGAIN:
-            return f"status {status}: {self._failure(status, body)}"
+            return f"status {status}: {self._failure(url, status, body)}"
         if status != 200:
-            raise self._failure(status, body)
+            raise self._failure(url, status, body)
         try:
             return _REPLY.decode(body)
         except msgspec.MsgspecError as error:
-            raise RemoteFailed(f"{self._url} must answer with a CallReply: {error}") from error
+            raise RemoteFailed(f"{url} must answer with a CallReply: {error}") from error
 
-    def _failure(self, status: int, body: bytes) -> SteelyardError:
+    def _failure(self, url: str, status: int, body: bytes) -> SteelyardError:
         try:
             return _error(_FAILED.decode(body))
         except msgspec.MsgspecError:
-            return RemoteFailed(f"{self._url} answered with status {status}, which is no answer of a coordinator")
+            return RemoteFailed(f"{url} answered with status {status}, which is no answer of a coordinator")
 
     def _backoff_s(self, num_tries: int) -> float:
         longest_s = min(self._settings.max_backoff_s, self._settings.backoff_s * 2.0 ** min(num_tries - 1, 30))

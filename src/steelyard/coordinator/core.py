@@ -1,5 +1,6 @@
 """What the parts of the coordinator share: the state, the way to record an event, and the ways to wait and to fail."""
 
+import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -97,6 +98,7 @@ class Core:
         self._lead_s = max(0.0, state.at_s - clock.now_s())
         self._sleep = sleep
         self._failure: BaseException | None = None
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._handlers: dict[type[Any], list[Callable[[Any], None]]] = {}
         self._listeners: list[Callable[[Effect], None]] = []
         self._outbox: deque[tuple[int, Effect]] = deque()
@@ -176,6 +178,7 @@ class Core:
         """End every wait and refuse every later call with ``error``. The first error stays."""
         if self._failure is None:
             self._failure = error
+            self.failed.set_result(error)
             logger.error("the run has failed: %s", error)
             for signal in (self.work, self.scores, self.progress, self.timers):
                 signal.notify()

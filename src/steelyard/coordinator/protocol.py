@@ -6,15 +6,18 @@ session and its sequence, so that it can be repeated until an answer arrives and
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, get_args
 
 from msgspec import Meta
 
+from steelyard.coordinator import protocol_fields
+from steelyard.coordinator import trainer_calls as t
 from steelyard.coordinator.capability import Role
+from steelyard.coordinator.protocol_fields import Count, Id, Number, Seconds
 from steelyard.errors import InputError
 from steelyard.types import ArtifactReport, AttemptFailure, Lease, Outcome, Record, Score, ScoreJob
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 VERSION_HEADER = "Steelyard-Protocol"
 CONTENT_TYPE = "application/msgpack"
 CALLS_PATH = "/v1/calls"
@@ -23,13 +26,8 @@ MAX_CALLS = 32
 """Calls in one request."""
 MAX_OPEN_CALLS = 1024
 """Calls of one session from the oldest that its client has no answer to, on."""
-MAX_GRANTS = 1024
+MAX_GRANTS = protocol_fields.MAX_GRANTS
 """Leases or jobs in one answer."""
-
-Id = Annotated[str, Meta(min_length=1, max_length=200)]
-Count = Annotated[int, Meta(ge=1, le=MAX_GRANTS)]
-Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
-Seconds = Annotated[float, Meta(ge=0)]
 
 
 class LeaseCall(Record, frozen=True, kw_only=True, tag_field="call", tag="lease"):
@@ -103,16 +101,19 @@ Call: TypeAlias = (
     | LeaseScoresCall
     | ScoreCall
     | ArtifactLostCall
+    | t.TrainerCall
+    | t.OperatorCall
 )
-POLLS = (LeaseCall, LeaseScoresCall)
+POLLS = (LeaseCall, LeaseScoresCall, *t.TRAINER_POLLS)
 """Calls that may wait. Withdrawn when nobody waits for their answer any more."""
 
 CALLS_OF: Mapping[Role, tuple[type, ...]] = {
     Role.WORKER: (LeaseCall, StartCall, HeartbeatCall, ArtifactReadyCall, AttemptFailedCall),
     Role.SCORER: (LeaseScoresCall, ScoreCall, ArtifactLostCall),
-    Role.TRAINER: (),
+    Role.TRAINER: get_args(t.TrainerCall),
+    Role.OPERATOR: get_args(t.OperatorCall),
 }
-"""Who may make which call. Version 1 has none for the trainer."""
+"""Who may make which call."""
 
 
 class NumberedCall(Record, frozen=True, kw_only=True):
@@ -166,7 +167,7 @@ class Failed(Record, frozen=True, kw_only=True, tag_field="result", tag="failed"
     message: str
 
 
-Result: TypeAlias = Done | Leased | Lost | Jobs | Failed
+Result: TypeAlias = Done | Leased | Lost | Jobs | Failed | t.TrainerResult
 
 
 class Answer(Record, frozen=True, kw_only=True):
@@ -189,7 +190,7 @@ def check(call: Call) -> None:
         InputError: a number that cannot be kept, or an outcome that is none of this call. Names the field.
     """
     match call:
-        case LeaseCall() | LeaseScoresCall():
+        case LeaseCall() | LeaseScoresCall() | t.NextBatchCall() | t.RoomCall() | t.EvaluationResultsCall():
             _require_finite("wait_s", call.wait_s)
         case ArtifactReadyCall(report=report):
             trace = report.trace
@@ -203,8 +204,25 @@ def check(call: Call) -> None:
         case ScoreCall(score=score):
             # The value itself may be anything: a score that is no number is a failed grading, not a bad message.
             _require_finite("score.duration_s", score.duration_s)
+        case t.PublishedCall(manifest=manifest):
+            _require_number("manifest.version", manifest.version)
+            _require_number("manifest.step", manifest.step)
+            for file in manifest.files:
+                _require_number("manifest.files.num_bytes", file.num_bytes)
+        case t.LoadedCall(proof=proof):
+            _require_number("proof.version", proof.version)
+            for name in ("probe_max_error", "probe_tolerance", "loaded_in_s"):
+                _require_finite(f"proof.{name}", getattr(proof, name))
+        case t.AdmitEvaluationCall(sampling=sampling):
+            _require_finite("sampling.temperature", sampling.temperature)
+            _require_finite("sampling.top_p", sampling.top_p)
         case _:
             pass
+
+
+def _require_number(name: str, value: int) -> None:
+    if not 0 <= value < 1 << 53:
+        raise InputError(f"{name}: must be >= 0 and below 2**53, got {value}")
 
 
 def _require_finite(name: str, value: float) -> None:

@@ -1,4 +1,4 @@
-"""The coordinator over HTTP, for workers and scorers on any machine. docs/protocol.md is the protocol.
+"""The coordinator over HTTP, for workers, scorers and trainers on any machine. docs/protocol.md is the protocol.
 
 *Consumes* requests of up to 32 calls. *Waits for* the coordinator's answers, each of which waits for a commit, and for
 slow readers, with deadlines. *Unblocked by* the last answer, or the client's leaving: polls that nobody waits for any
@@ -16,9 +16,10 @@ from aiohttp import web
 
 from steelyard.clock import Clock
 from steelyard.coordinator import protocol as p
-from steelyard.coordinator.capability import Capability, CapabilityRing
+from steelyard.coordinator.capability import Capability, CapabilityRing, Role
 from steelyard.coordinator.service import Coordinator
 from steelyard.coordinator.sessions import OpenCall, Outcome, Perform, Session, Sessions, Uncommitted
+from steelyard.coordinator.trainer_service import perform
 from steelyard.errors import (
     DeadlineExceeded,
     IllegalTransition,
@@ -27,6 +28,7 @@ from steelyard.errors import (
     Refused,
     RunError,
     SteelyardError,
+    StorageFailed,
 )
 from steelyard.metrics import Counters
 from steelyard.processes import frames
@@ -73,6 +75,7 @@ class CoordinatorServer:
 
     Args:
         keys: verifies who calls.
+        roles: whom to serve; the others' calls are refused.
         counters: ``coordinator.http.<status>`` counts requests that failed as a whole, ``coordinator.key.<reason>``
             keys that were refused, ``coordinator.repeated`` calls that had come before.
         port: 0 takes a free one, which :meth:`start` returns.
@@ -88,10 +91,12 @@ class CoordinatorServer:
         host: str = "127.0.0.1",
         port: int = 0,
         limits: ServerLimits | None = None,
+        roles: frozenset[Role] = frozenset(Role),
     ) -> None:
         self._coordinator = coordinator
         self._worker_calls = coordinator.worker_calls
         self._keys = keys
+        self._roles = roles
         self._clock = clock
         self._counters = counters
         self._limits = limits or ServerLimits()
@@ -188,9 +193,16 @@ class CoordinatorServer:
         return open_call
 
     def _begin(self, worker_id: str, call: p.Call) -> Outcome:
-        """Do the call where that takes no waiting, else begin to wait."""
+        """Do the call where that takes no waiting, else begin to wait.
+
+        Raises:
+            StorageFailed: the journal has failed under this process, which ends. No answer is final then: another takes
+                its place, and knows what was done. So too :meth:`_perform` and :meth:`_result`.
+        """
         try:
             result = self._worker_calls.perform(call, worker_id)
+        except StorageFailed:
+            raise
         except (Refused, IllegalTransition) as refusal:
             return Uncommitted(_failed(refusal), self._worker_calls.num_events)
         except Exception as error:  # noqa: BLE001 (_told logs what is not ours)
@@ -199,12 +211,19 @@ class CoordinatorServer:
             return Uncommitted(result, self._worker_calls.num_events)
         task = asyncio.create_task(self._perform(call, worker_id))
         self._performing.add(task)
-        task.add_done_callback(self._performing.discard)
+        task.add_done_callback(self._performed)
         return task
+
+    def _performed(self, task: "asyncio.Task[p.Result]") -> None:
+        self._performing.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _LOG.info("a call was not carried through: %s", error)  # whoever waits for it is told to come again
 
     async def _perform(self, call: p.Call, worker_id: str) -> p.Result:
         try:
             return await self._dispatch(call, worker_id)
+        except StorageFailed:
+            raise
         except Exception as error:  # noqa: BLE001 (_told logs what is not ours)
             return _told(error, worker_id)
 
@@ -218,8 +237,17 @@ class CoordinatorServer:
             case p.LeaseScoresCall():
                 wait_s, held = min(call.wait_s, max_wait_s), frozenset(call.held)
                 return p.Jobs(jobs=await coordinator.lease_scores(worker_id, call.max_jobs, wait_s, held))
-            case _:
+            case (
+                p.StartCall()
+                | p.HeartbeatCall()
+                | p.ArtifactReadyCall()
+                | p.AttemptFailedCall()
+                | p.ScoreCall()
+                | p.ArtifactLostCall()
+            ):
                 raise RunError(f"{type(call).__name__} is a call that never waits")
+            case _:
+                return await perform(coordinator, call, worker_id, max_wait_s) or p.Done()
 
     async def _wait(self, session: Session, calls: Sequence[tuple[int, OpenCall]]) -> BaseException | None:
         """Until all calls can be answered; the error where what was done cannot be made durable.
@@ -279,6 +307,8 @@ class CoordinatorServer:
         outcome = call.outcome
         if isinstance(outcome, Uncommitted):
             if failure is not None and outcome.num_events > self._worker_calls.num_durable:
+                if isinstance(failure, StorageFailed):
+                    raise failure
                 return _told(failure, "any worker")
             return outcome.result
         if outcome.cancelled():
@@ -308,11 +338,11 @@ class CoordinatorServer:
             raise HttpError(401, error) from None
 
     def _require_role(self, holder: Capability, asked: p.CallRequest) -> None:
-        allowed = p.CALLS_OF[holder.role]
+        allowed = p.CALLS_OF[holder.role] if holder.role in self._roles else ()
         for numbered in asked.calls:
             if not isinstance(numbered.call, allowed):
                 self._counters.add("coordinator.key.role")
-                detail = f"{type(numbered.call).__name__} is not a call of a {holder.role}"
+                detail = f"{type(numbered.call).__name__} is not a call that a {holder.role} may make here"
                 raise HttpError(403, Refused("foreign", detail))
 
     def _as_http(self, error: Exception) -> HttpError:

@@ -158,10 +158,7 @@ class Coordinator:
     async def lease(
         self, worker_id: str, max_leases: int, wait_s: float, unstarted: frozenset[str] | None = None
     ) -> tuple[Lease, ...]:
-        """Up to ``max_leases`` attempts to run, at once where there is work, else within ``wait_s``; may be empty.
-
-        ``unstarted``: of a worker whom an answer may not reach; see :meth:`Leases.grant`.
-        """
+        """Up to ``max_leases`` attempts, at once or within ``wait_s``; ``unstarted``: see :meth:`Leases.grant`."""
         return await self._poll(self._core.work, wait_s, lambda: self._leases.grant(worker_id, max_leases, unstarted))
 
     async def start(self, attempt_id: str, attempt_number: int, worker_id: str | None = None) -> None:
@@ -197,10 +194,7 @@ class Coordinator:
         return await self._answer(lambda: self._leases.abandon(reason))
 
     def live_lease(self, attempt_id: str) -> Lease | None:
-        """The lease of an attempt that may still sample; None for one that ended, expired or never was. Immediate.
-
-        A lease that is not committed yet is nobody's, so None.
-        """
+        """The lease of an attempt that may sample; None for one that ended, expired, or is not committed. Immediate."""
         core = self._core
         rollout = core.state.attempts.get(attempt_id)
         if rollout is None or rollout.state not in HELD:
@@ -221,10 +215,7 @@ class Coordinator:
     async def lease_scores(
         self, worker_id: str, max_jobs: int, wait_s: float, held: frozenset[str] | None = None
     ) -> tuple[ScoreJob, ...]:
-        """Up to ``max_jobs`` artifacts to score, at once where there are some, else within ``wait_s``.
-
-        ``held``: of a scorer whom an answer may not reach; see :meth:`Scoring.grant`.
-        """
+        """Up to ``max_jobs`` artifacts, at once or within ``wait_s``; ``held``: see :meth:`Scoring.grant`."""
         return await self._poll(self._core.scores, wait_s, lambda: self._scoring.grant(worker_id, max_jobs, held))
 
     async def score(self, score: Score, worker_id: str | None = None) -> None:
@@ -444,6 +435,10 @@ class Coordinator:
         """Somebody the run cannot do without is gone: every wait and every later call ends with ``error``."""
         self._core.fail(error)
 
+    async def failed(self) -> BaseException:
+        """Wait, without end, for the run to fail; the error. A process that cannot commit any more must end."""
+        return await asyncio.shield(self._core.failed)
+
     def listen(self, listener: Callable[[Effect], None]) -> None:
         """Hear of every effect after its commit; ``listener`` must neither block nor raise."""
         self._core.listen(listener)
@@ -475,6 +470,10 @@ class Coordinator:
         self._versions.release()
         self._core.record(e.RunFinished(at_s=self._core.now_s(), reason=reason))
         self._core.work.notify()
+
+    async def read(self, look: Callable[[], _T]) -> _T:
+        """What ``look`` finds in the state, once that is durable; it must not change anything."""
+        return await self._answer(look)
 
     # --- machinery --------------------------------------------------------------------------------
 

@@ -17,6 +17,8 @@ from steelyard.coordinator.transitions import VersionState
 from steelyard.errors import DeadlineExceeded, IllegalTransition
 from steelyard.types import LoadProof, Manifest, Purpose
 
+_HELD = (VersionState.LOADED, VersionState.READY)
+
 
 class Versions:
     """DESIGN section 4 from the coordinator's side. Files are somebody else's; references are kept here."""
@@ -58,11 +60,14 @@ class Versions:
         )
 
     def load(self, proof: LoadProof) -> None:
-        """A replica proved what it holds.
+        """A replica proved what it holds. Idempotent while the version is LOADED or READY.
 
         Raises:
             IllegalTransition: the proof does not show the published weights, or the version is gone.
         """
+        known = self._core.state.versions.get(proof.version)
+        if known is not None and known.state in _HELD and proof in known.proofs:
+            return
         self._core.record(e.VersionLoaded(at_s=self._core.now_s(), proof=proof))
 
     def make_ready(self, version: int) -> None:
@@ -92,9 +97,14 @@ class Versions:
     def delete(self, version: int) -> None:
         """The files of ``version`` are about to be deleted. Delete them after this has returned, not before.
 
+        Idempotent.
+
         Raises:
             IllegalTransition: somebody still needs them; names who.
         """
+        known = self._core.state.versions.get(version)
+        if known is not None and known.state is VersionState.DELETED:
+            return
         if version not in self.deletable():
             references = admission.references(self._core.state, frozenset(+self._reading)).get(version)
             why = ", ".join(references) if references else "it is not RELEASED"
@@ -134,13 +144,16 @@ class Versions:
         """Give up ``version`` and its descendants; returns them.
 
         Attempts on them end without using up budget, steps computed on them are voided, and groups that hold
-        tokens of them start again as soon as the lag bound has room.
+        tokens of them start again as soon as the lag bound has room. Idempotent; a repetition also names descendants
+        that had been given up before.
 
         Raises:
             IllegalTransition: the version is not on the surviving lineage, or a kept checkpoint holds it.
         """
         core, state = self._core, self._core.state
         known = state.versions.get(version)
+        if known is not None and known.is_orphaned:
+            return self._orphaned_with(known)
         if known is None or state.lineage.get(known.step) != version:
             raise IllegalTransition(f"VERSION_ORPHANED: version {version} must be on the surviving lineage")
         if known.step <= (state.checkpoints[0] if state.checkpoints else 0):
@@ -208,6 +221,14 @@ class Versions:
                 what = f"fewer than weights.max_retained_versions = {limit} versions"
                 raise DeadlineExceeded(what, culprits, waited_s)
             await self._core.wait(self._core.progress, started_s + deadline_s)
+
+    def _orphaned_with(self, first: Version) -> tuple[int, ...]:
+        """An orphaned version and its descendants, which are orphaned too."""
+        family = {first.version}
+        for number, version in sorted(self._core.state.versions.items()):
+            if version.parent_version in family and version.is_orphaned:
+                family.add(number)
+        return tuple(sorted(family))
 
     def _pending(self, number: int) -> PendingStep:
         step = self._core.state.steps[number]

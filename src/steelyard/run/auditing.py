@@ -19,6 +19,7 @@ from steelyard.run.recomputing import recomputing
 from steelyard.run.training import advantages_of
 from steelyard.traces.ledger import read_ledger
 from steelyard.traces.sealed import SealedTraces
+from steelyard.traces.shared_ledger import SharedLedger
 from steelyard.types import FileDigest, Score, StepBatch, Trace
 from steelyard.weights.manifest import file_digest, read_manifest, weights_digest
 from steelyard.weights.stored import stored_parameters
@@ -61,9 +62,15 @@ def _stores(directory: RunDirectory, config: Config) -> AuditStores:
         artifacts=_Artifacts(directory.artifacts),
         weights=_Weights(directory),
         checkpoints=_Checkpoints(directory.checkpoints),
-        recorded=read_ledger(directory.traces / "recorded.log"),
+        recorded=_recorded(directory),
         advantages=_advantages(config),
     )
+
+
+def _recorded(directory: RunDirectory) -> Mapping[str, int]:
+    """What the control process counted, and what gateways elsewhere did; no attempt is in both."""
+    elsewhere = SharedLedger(directory.recorded).by_attempt() if directory.recorded.is_dir() else {}
+    return {**read_ledger(directory.traces / "recorded.log"), **elsewhere}
 
 
 def _advantages(config: Config) -> AdvantageFunction:

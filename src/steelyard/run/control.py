@@ -11,18 +11,14 @@ The end or failure of any loop ends all; what the journal holds is then what cou
 """
 
 import asyncio
-import random
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from steelyard import config_file
 from steelyard.clock import Clock, SystemClock
 from steelyard.config import Config
 from steelyard.coordinator.admission import evaluating
-from steelyard.coordinator.records import CoordinatorSettings
 from steelyard.coordinator.service import Coordinator
-from steelyard.digests import digest_bytes
 from steelyard.environments.base import Environment
 from steelyard.environments.base import Services as EnvironmentServices
 from steelyard.environments.registry import make_environment
@@ -34,6 +30,7 @@ from steelyard.inference.router import Router
 from steelyard.observe.rows import EvaluationLabel, StageName
 from steelyard.processes.faults import FaultPlan, fault_hook
 from steelyard.processes.supervision import supervise, task_group
+from steelyard.run.coordinators import open_coordinator, serving_others
 from steelyard.run.directory import RunDirectory
 from steelyard.run.evaluation import Evaluator
 from steelyard.run.journals import open_journal, open_journal_reader
@@ -47,14 +44,10 @@ from steelyard.run.training import TrainingLoop
 from steelyard.run.versions import VersionKeeper
 from steelyard.sandbox.function_calls import run_function_calls
 from steelyard.sandbox.registry import end_abandoned_sandboxes
-from steelyard.tasks.sampler import ShuffledStream
 from steelyard.trainer.client import TrainerClient
 
-_ENDLESS = 1 << 30
-"""Tasks of an environment that names no number: more than any run draws."""
 _MAX_REPLAYS = 3
 _DEATH_NOTICE_S = 2.0
-TRAIN_SPLIT = "train"
 
 
 @dataclass(frozen=True)
@@ -111,18 +104,8 @@ async def _lay_foundation(context: RunContext, stack: AsyncExitStack) -> Foundat
     recorder = Recorder(stores.traces, stores.ledger, context.news.counters, clock)
     journal = open_journal(config, directory, fault)
     stack.push_async_callback(journal.close)  # also where the coordinator does not come to own it
-    coordinator = await Coordinator.open(
-        journal=journal,
-        settings=CoordinatorSettings.from_config(config),
-        clock=clock,
-        ids=ids,
-        run_id=ids.new("run"),
-        seed=config.run.seed,
-        config_digest=digest_bytes(config_file.to_yaml(config).encode()),
-        open_traces=recorder,
-        stream=_task_stream(environment, config),
-        counters=context.news.counters,
-        jitter=random.Random(config.run.seed),
+    coordinator = await open_coordinator(
+        config, environment, journal, recorder, clock=clock, ids=ids, counters=context.news.counters
     )
     stack.push_async_callback(coordinator.close)
     sockets = stack.enter_context(scratch_folder())
@@ -131,13 +114,6 @@ async def _lay_foundation(context: RunContext, stack: AsyncExitStack) -> Foundat
     stack.push_async_callback(asyncio.to_thread, end_abandoned_sandboxes, directory.sandboxes)
     children = await stack.enter_async_context(stopping(Children(config, directory, sockets, clock, context.fault)))
     return Foundation(clock, ids, stores, environment, coordinator, recorder, children)
-
-
-def _task_stream(environment: Environment, config: Config) -> ShuffledStream | None:
-    if config.train.max_steps == 0:
-        return None
-    num_tasks = environment.num_tasks(TRAIN_SPLIT) or _ENDLESS
-    return ShuffledStream(num_tasks, config.run.seed, lambda index: environment.task_id(TRAIN_SPLIT, index))
 
 
 class Control:
@@ -181,7 +157,14 @@ class Control:
             versions = self._keeper(trainer, router)
             trainer = await self._catch_up(trainer, versions)
             await self._bring_weights_up(trainer, versions)
-            async with rollouts.serving(base, router, self._model_dir()) as serving:
+            async with (
+                rollouts.serving(base, router, self._model_dir()) as serving,
+                serving_others(
+                    context.config, context.directory, base.coordinator, base.clock, context.news.counters
+                ) as url,
+            ):
+                if url is not None:
+                    context.news.note(f"workers and scorers elsewhere join at {url}")
                 await supervise(
                     *serving.loops(),
                     versions.run(),

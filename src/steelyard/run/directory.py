@@ -5,6 +5,7 @@
     runs/<name>-<NNN>/
       config.yaml  journal.sqlite  journal.sqlite.snapshots/  traces/  artifacts/  batches/  weights/v000000/
       checkpoints/step-000000/  metrics.jsonl  log.jsonl  logs/  sandboxes/  report.html  run.lock
+      coordinator.secret  coordinator.url
 """
 
 import errno
@@ -16,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from steelyard import config_file
+from steelyard.config import Config
 from steelyard.errors import RunDirectoryError, StorageFailed
 
 _RUNS = Path("runs")
@@ -79,6 +82,21 @@ class RunDirectory:
         return self.path / "report.html"
 
     @property
+    def secret(self) -> Path:
+        """What signs the keys of workers, scorers, trainers and operators; for its owner's eyes only."""
+        return self.path / "coordinator.secret"
+
+    @property
+    def url(self) -> Path:
+        """Where the coordinator was last reached, for commands on this machine."""
+        return self.path / "coordinator.url"
+
+    @property
+    def recorded(self) -> Path:
+        """What gateways outside the control process recorded, in a file for each attempt."""
+        return self.traces / "recorded"
+
+    @property
     def lock(self) -> Path:
         return self.path / "run.lock"
 
@@ -108,8 +126,11 @@ class RunDirectory:
             raise StorageFailed(f"{self.path} must be writable, got: {error.strerror}") from None
 
 
-def new_directory(name: str, wanted: str | None) -> RunDirectory:
+def new_directory(name: str, wanted: str | None, go_on: str = "steelyard train --resume") -> RunDirectory:
     """Make the directory of a new run: ``wanted``, or the next free ``runs/<name>-<NNN>``.
+
+    Args:
+        go_on: the command that goes on with a run, for the message.
 
     Raises:
         RunDirectoryError: ``wanted`` exists and is not empty; the message has the line to type.
@@ -121,15 +142,25 @@ def new_directory(name: str, wanted: str | None) -> RunDirectory:
         path = Path(wanted).absolute()
         path.mkdir(parents=True, exist_ok=True)
         if {entry.name for entry in path.iterdir()} - _LEFT_BY_A_CRASH:
-            hint = (
-                f"; to go on with it, type: steelyard train --resume {wanted}"
-                if (path / "config.yaml").exists()
-                else ""
-            )
+            hint = f"; to go on with it, type: {go_on} {wanted}" if (path / "config.yaml").exists() else ""
             raise RunDirectoryError(f"run.dir must be new or empty, got {wanted} which is not empty{hint}")
         return RunDirectory(path)
     except OSError as error:
         raise StorageFailed(f"run.dir must be writable, got {wanted or _RUNS}: {error.strerror}") from None
+
+
+def write_config(config: Config, directory: RunDirectory) -> None:
+    """Write ``config.yaml``, last of what makes a run: a directory with it can be resumed.
+
+    Raises:
+        StorageFailed: the disk refuses.
+    """
+    try:
+        temporary = directory.config.with_suffix(".tmp")
+        temporary.write_text(config_file.to_yaml(config), encoding="utf-8")
+        temporary.rename(directory.config)
+    except OSError as error:
+        raise StorageFailed(f"{directory.config} must be writable, got: {error.strerror}") from None
 
 
 def existing_directory(path: str) -> RunDirectory:

@@ -28,7 +28,7 @@ from steelyard.observe.report import ReportInput, installed_versions, write_repo
 from steelyard.observe.rows import StageName, read_rows
 from steelyard.processes.faults import FaultPlan
 from steelyard.run.control import RunContext, run_control
-from steelyard.run.directory import RunDirectory, RunLock, existing_directory, new_directory
+from steelyard.run.directory import RunDirectory, RunLock, existing_directory, new_directory, write_config
 from steelyard.run.evaluation import num_planned
 from steelyard.run.journals import check_journal, open_journal_reader, require_new_journal
 from steelyard.run.news import News
@@ -62,13 +62,7 @@ def start(config: Config, *, cache_dir: Path, fault: FaultPlan | None = None) ->
     directory = new_directory(config.run.name, config.run.dir)
     with RunLock(directory):
         require_new_journal(config, directory)
-        try:
-            # Written last of what makes a run: a directory with it can be resumed.
-            temporary = directory.config.with_suffix(".tmp")
-            temporary.write_text(config_file.to_yaml(config), encoding="utf-8")
-            temporary.rename(directory.config)
-        except OSError as error:
-            raise StorageFailed(f"{directory.config} must be writable, got: {error.strerror}") from None
+        write_config(config, directory)
         return _carry_through(config, directory, cache_dir, fault)
 
 

@@ -10,9 +10,13 @@ from steelyard.coordinator.client import ClientSettings, CoordinatorClient
 from steelyard.coordinator.events import AnyEvent
 from steelyard.coordinator.journal.memory import MemoryJournal
 from steelyard.coordinator.server import CoordinatorServer, ServerLimits
+from steelyard.coordinator.trainer_link import OperatorLink, TrainerLink
+from steelyard.errors import StorageFailed
 from steelyard.metrics import Counters
 from steelyard.testing.fault_proxy import Fault, FaultProxy
 from steelyard.testing.run_rig import SCORER, WORKER, RunRig, make_settings
+
+TRAINER = "trn_rig"
 
 
 class HeldJournal(MemoryJournal):
@@ -23,6 +27,11 @@ class HeldJournal(MemoryJournal):
         self.waiting = asyncio.Event()
         self._free = asyncio.Event()
         self._free.set()
+        self._failure: StorageFailed | None = None
+
+    def refuse(self, failure: StorageFailed) -> None:
+        """Appends fail from now on."""
+        self._failure = failure
 
     def hold(self) -> None:
         """Appends wait from now on."""
@@ -36,6 +45,8 @@ class HeldJournal(MemoryJournal):
         self.waiting.set()
         await self._free.wait()
         self.waiting.clear()
+        if self._failure is not None:
+            raise self._failure
         await super().append(events)
 
 
@@ -91,6 +102,14 @@ class ServedRig:
     async def scorer(self, worker_id: str = SCORER, **settings: Any) -> CoordinatorClient:
         """A client for a scorer."""
         return await self._client(Role.SCORER, worker_id, settings)
+
+    async def trainer(self, **settings: Any) -> TrainerLink:
+        """A trainer's side."""
+        return TrainerLink(await self._client(Role.TRAINER, TRAINER, settings))
+
+    async def operator(self) -> OperatorLink:
+        """An operator's side."""
+        return OperatorLink(await self._client(Role.OPERATOR, "opr_rig", {}))
 
     def lose(self, *numbers: int, fault: Fault = Fault.LOSE_ANSWER) -> None:
         """From now on the requests with these numbers meet ``fault``; 0 is the next one."""

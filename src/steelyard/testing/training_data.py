@@ -28,6 +28,8 @@ def make_turn(
     spans: Sequence[tuple[int, int]] = ((0, 0),),
     temperature: float = 1.0,
     logprobs: Sequence[float] | None = None,
+    replica_id: str = "rep_a",
+    load_id: str = "load_a",
 ) -> Turn:
     """A turn whose log-probabilities, unless given, are -0.5, -1.0, -1.5 and so on."""
     return Turn(
@@ -42,8 +44,8 @@ def make_turn(
         version_spans=tuple(VersionSpan(start=start, version=version) for start, version in spans),
         sampling=Sampling(temperature=temperature),
         finish_reason=FinishReason.STOP,
-        replica_id="rep_a",
-        load_id="load_a",
+        replica_id=replica_id,
+        load_id=load_id,
         num_cached_tokens=0,
         started_at_s=0.0,
         ended_at_s=1.0,

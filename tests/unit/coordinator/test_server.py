@@ -12,7 +12,7 @@ import pytest
 from steelyard.coordinator import protocol as p
 from steelyard.coordinator.capability import CapabilityRing, Role
 from steelyard.coordinator.server import CoordinatorServer, ServerLimits
-from steelyard.errors import InputError
+from steelyard.errors import InputError, JournalFenced, StorageFailed
 from steelyard.metrics import Counters
 from steelyard.testing.coordinator_server import ServedRig, serve
 from steelyard.testing.run_rig import SCORER, WORKER, RunRig
@@ -111,7 +111,7 @@ def test_an_expired_key_is_answered_401() -> None:
     serve(scene)
 
 
-@pytest.mark.parametrize("role", [Role.SCORER, Role.TRAINER])
+@pytest.mark.parametrize("role", [Role.SCORER, Role.TRAINER, Role.OPERATOR])
 def test_a_call_of_another_role_is_answered_403_and_nothing_of_the_request_is_done(role: Role) -> None:
     async def scene(served: ServedRig) -> None:
         headers = {"Authorization": f"Bearer {served.key(role, SCORER)}"}
@@ -125,7 +125,7 @@ def test_a_call_of_another_role_is_answered_403_and_nothing_of_the_request_is_do
     serve(scene)
 
 
-@pytest.mark.parametrize(("version", "said"), [("2", "speaks version 2"), (None, "names none"), ("x", "version x")])
+@pytest.mark.parametrize(("version", "said"), [("1", "speaks version 1"), (None, "names none"), ("x", "version x")])
 def test_an_unlike_version_is_refused_with_both_named(version: str | None, said: str) -> None:
     async def scene(served: ServedRig) -> None:
         status, failed = await post(served, request_of(HEARTBEAT), headers={p.VERSION_HEADER: version})
@@ -173,7 +173,8 @@ def test_a_body_that_does_not_come_is_answered_408() -> None:
     async def scene(served: ServedRig) -> None:
         host, port = served.proxy.upstream.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST {p.CALLS_PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n{p.VERSION_HEADER}: 1\r\n"
+        version = f"{p.VERSION_HEADER}: {p.PROTOCOL_VERSION}\r\n"
+        head = f"POST {p.CALLS_PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n{version}"
         writer.write(f"{head}Authorization: Bearer {served.key(Role.WORKER, WORKER)}\r\n\r\n".encode())
         assert b" 408 " in await reader.readline()
         writer.close()
@@ -220,6 +221,20 @@ def test_a_client_that_leaves_does_not_undo_its_call() -> None:
         assert served.counters.read()["coordinator.repeated"] == 1
 
     serve(scene)
+
+
+@pytest.mark.parametrize("failure", [StorageFailed("the disk is full"), JournalFenced("taken over")])
+def test_no_answer_is_final_once_the_journal_has_failed(failure: StorageFailed) -> None:
+    async def scene(served: ServedRig) -> None:
+        (lease,) = results((await post(served, request_of(p.LeaseCall(max_leases=1, wait_s=0.0))))[1])[0].leases
+        served.journal.refuse(failure)
+        calls: tuple[p.Call, ...] = (p.StartCall(attempt_id=lease.attempt_id, attempt_number=1), HEARTBEAT)
+        for first, call in enumerate(calls, start=1):
+            status, failed = await post(served, request_of(call, first=first))
+            assert (status, failed.kind, failed.message) == (503, type(failure).__name__, str(failure))
+
+    with pytest.raises(type(failure)):
+        serve(scene)
 
 
 def test_a_port_in_use_is_bad_input_that_names_it() -> None:

@@ -1,0 +1,1 @@
+"""Real processes that are killed and stopped while they work for one coordinator over HTTP."""
