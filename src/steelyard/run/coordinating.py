@@ -30,6 +30,7 @@ from steelyard.environments.registry import make_environment
 from steelyard.ids import RandomIds
 from steelyard.log import log_to_file
 from steelyard.metrics import Counters
+from steelyard.processes.garbage import collect_rarely
 from steelyard.processes.supervision import end_all
 from steelyard.run.coordinators import open_coordinator, serving
 from steelyard.run.directory import RunDirectory, RunLock, existing_directory, new_directory, write_config
@@ -98,6 +99,7 @@ async def _serve_until_failure(config: Config, directory: RunDirectory, say: Say
     clock, counters = SystemClock(), Counters()
     async with AsyncExitStack() as stack:
         coordinator = await _open(config, directory, clock, counters, say, stack)
+        collect_rarely()
         url = await stack.enter_async_context(serving(config, directory, coordinator, clock, counters, frozenset(Role)))
         say(f"the coordinator of {directory.path} listens at {url} (protocol {PROTOCOL_VERSION})")
         say(f"a key for a worker, scorer, trainer or operator: steelyard key {directory.path} ROLE NAME")

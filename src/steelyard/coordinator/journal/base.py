@@ -5,7 +5,8 @@ breaks the chain at a place that can be named. The head (number and digest of th
 records in the same transaction, so that a missing end is seen too.
 
 A journal also keeps the last snapshots of the state. They save replaying what lies before them; no record is ever
-removed for them, and what they say is never believed against the records.
+lost for them (one may be moved to where only a replay of everything and the audit read it), and what they say is never
+believed against the records.
 """
 
 import asyncio
