@@ -266,7 +266,8 @@ def test_a_server_that_stops_tells_those_who_wait_for_a_commit_to_come_again() -
         await served.journal.waiting.wait()
         restarting = asyncio.create_task(served.restart())
         status, failed = await waiting
-        assert (status, failed.kind) == (503, "DeadlineExceeded")
+        assert (status, failed.kind) == (503, "RunError")
+        assert failed.message == "the coordinator stops before the commit of a call: come again"
         served.journal.release()
         await restarting
         assert results((await post(served, started))[1]) == [p.Done()]
