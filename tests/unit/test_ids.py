@@ -1,7 +1,8 @@
 """Identifiers: never twice, and from a seed always the same."""
 
-import os
 import random
+import subprocess
+import sys
 
 from steelyard.ids import RandomIds, SeededIds
 
@@ -30,15 +31,19 @@ def test_random_ids_are_all_unlike_and_use_the_whole_alphabet() -> None:
     assert {char for name in drawn for char in name.removeprefix("rol_")} == set(ALPHABET)
 
 
-def test_a_forked_process_draws_ids_of_its_own() -> None:
-    ids = RandomIds()
-    ids.new("att")
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(writer, ids.new("att").encode())
-        os._exit(0)
+FORKING = """
+import os
+from steelyard.ids import RandomIds
+ids = RandomIds()
+ids.new("att")
+child = os.fork()
+print(ids.new("att"), flush=True)
+if child:
     os.waitpid(child, 0)
-    assert os.read(reader, 100).decode() != ids.new("att")
-    os.close(reader)
-    os.close(writer)
+"""
+
+
+def test_a_forked_process_draws_ids_of_its_own() -> None:
+    # In a process with one thread, as a fork must be.
+    drawn = subprocess.run([sys.executable, "-c", FORKING], check=True, capture_output=True, text=True).stdout.split()
+    assert len(set(drawn)) == len(drawn) == 2

@@ -114,6 +114,7 @@ class CoordinatorServer:
         self._sessions = Sessions()
         self._performing: set[asyncio.Task[p.Result]] = set()
         self._deadlines: set[asyncio.Timeout] = set()
+        self._is_stopping = False
         self._endpoints: dict[tuple[str, str], Endpoint] = {
             ("POST", p.CALLS_PATH): self._calls,
             ("GET", p.HEALTH_PATH): self._health,
@@ -135,6 +136,7 @@ class CoordinatorServer:
         performing = list(self._performing)
         for task in performing:
             task.cancel()
+        self._is_stopping = True
         for deadline in self._deadlines:
             if not deadline.expired():
                 deadline.reschedule(0.0)
@@ -268,6 +270,7 @@ class CoordinatorServer:
 
         Raises:
             DeadlineExceeded: it took too long. What is done stays done, and may be asked for again.
+            RunError: the server stops; likewise.
         """
         num_events, tasks = 0, {}
         for sequence, call in calls:
@@ -308,6 +311,8 @@ class CoordinatorServer:
                 finally:
                     self._deadlines.discard(deadline)
         except TimeoutError:
+            if self._is_stopping:
+                raise RunError("the coordinator stops before the commit of a call: come again") from None
             raise DeadlineExceeded("the commit of a call", ("journal",), limit_s) from None
         except Exception as error:  # noqa: BLE001 (each answer that needed the commit tells of it)
             return error

@@ -188,12 +188,12 @@ def test_what_is_forgotten_is_freed_at_once_without_a_search_of_the_heap() -> No
     history = History(lambda event: None, groups_per_batch=3, group_size=4, failure_frac=0.2)
     history.start()
     gc.collect()
-    known = {id(found) for found in gc.get_objects() if isinstance(found, Group | Rollout)}
+    known = {id(found) for found in gc.get_objects() if type(found) in (Group, Rollout)}
     gc.disable()
     try:
         for _ in range(30):
             history.step()
-        found = [thing for thing in gc.get_objects() if isinstance(thing, Group | Rollout) and id(thing) not in known]
+        found = [thing for thing in gc.get_objects() if type(thing) in (Group, Rollout) and id(thing) not in known]
     finally:
         gc.enable()
     state = history.state
