@@ -32,6 +32,7 @@ from steelyard.log import log_to_file
 from steelyard.metrics import Counters
 from steelyard.processes.garbage import collect_rarely
 from steelyard.processes.supervision import end_all
+from steelyard.run.blob_place import check_place, with_own_folder
 from steelyard.run.coordinators import open_coordinator, serving
 from steelyard.run.describing import describe_run
 from steelyard.run.directory import RunDirectory, RunLock, existing_directory, new_directory, write_config
@@ -77,7 +78,9 @@ def _find(target: str, overrides: list[str]) -> tuple[RunDirectory, Config]:
 def _begin(target: str, overrides: list[str]) -> tuple[RunDirectory, Config]:
     config = config_file.load(Path(target), overrides)
     check_journal(config)
-    return new_directory(config.run.name, config.run.dir, GO_ON), config
+    check_place(config.blobs)
+    directory = new_directory(config.run.name, config.run.dir, GO_ON)
+    return directory, with_own_folder(config, directory)
 
 
 async def _serve(config: Config, directory: RunDirectory, say: Say) -> None:
