@@ -2,9 +2,9 @@
 
 import gc
 
-_YOUNG_OBJECTS = 10_000
-_YOUNG_PER_MIDDLE = 20
-_MIDDLE_PER_FULL = 200
+_YOUNG_OBJECTS = 5_000
+_YOUNG_PER_MIDDLE = 10
+_MIDDLE_PER_FULL = 1_000
 
 
 def collect_rarely() -> None:
