@@ -100,6 +100,7 @@ class PostgresStore:
         self._owners = map("writer {}".format, itertools.count(1))
 
     def place(self, url: str | None = None, deadline_s: float = 30.0) -> PostgresPlace:
+        """Where the journal is, reached by its own URL or another one."""
         return PostgresPlace(url=url or self.url, name=self.name, deadline_s=deadline_s)
 
     def open(
@@ -149,6 +150,7 @@ class PostgresStore:
 
 @contextlib.asynccontextmanager
 async def closing(journal: Journal) -> AsyncIterator[Journal]:
+    """Close the journal at the end of the block."""
     try:
         yield journal
     finally:
@@ -156,14 +158,17 @@ async def closing(journal: Journal) -> AsyncIterator[Journal]:
 
 
 async def write(journal: Journal, count: int, start: int = 0) -> None:
+    """Append so many events at once, then close."""
     async with closing(journal):
         await journal.append(events(start, count))
 
 
 async def replay(journal: Journal) -> tuple[e.AnyEvent, ...]:
+    """Replay, then close."""
     async with closing(journal):
         return await journal.replay()
 
 
 def replayed(journal: Journal) -> tuple[e.AnyEvent, ...]:
+    """The same outside of an event loop."""
     return asyncio.run(replay(journal))

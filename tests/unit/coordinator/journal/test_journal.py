@@ -6,6 +6,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from steelyard.coordinator import events as e
 from steelyard.coordinator.journal.base import (
     EMPTY_HEAD,
     FAULT_POINTS,
@@ -13,7 +14,6 @@ from steelyard.coordinator.journal.base import (
     SNAPSHOT_FAULT_POINTS,
     FaultPoint,
     Head,
-    Journal,
     checked_events,
     link,
 )
@@ -88,14 +88,14 @@ def test_all_kinds_write_the_same_chain(store: JournalStore) -> None:
 
 def test_text_of_any_language_comes_back_as_it_was(store: JournalStore) -> None:
     told = "line\nend, tab\t, nul \x00, \\N \\., 'quote', %s, {}, \u20ac, \U0001f600"
-    event = msgspec.structs.replace(events(0, 1)[0], attempt_id=told)
-    asyncio.run(write_one(store.open(), event))
+    event = e.Running(at_s=0.0, attempt_id=told)
+
+    async def run() -> None:
+        async with closing(store.open()) as journal:
+            await journal.append([event])
+
+    asyncio.run(run())
     assert replayed(store.open()) == (event,)
-
-
-async def write_one(journal: Journal, event: object) -> None:
-    async with closing(journal):
-        await journal.append([event])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(
