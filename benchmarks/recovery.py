@@ -11,8 +11,9 @@ The rate is that of a second pass over the same events, through the queue of com
 are applied while the ones before are committed, at most 2,048 events ahead of what is durable.
 
 Recovery opens the same journal again, from all events and from a snapshot that was written as many events before the
-end as a run writes them by default. Live rollouts are leased, running, sealed or scored ones in one state, measured in
-a process of its own as growth of its resident memory.
+end as a run writes them by default. Live rollouts are pending, leased, running, sealed or accepted ones of a whole
+coordinator with a SQLite journal, measured in a process of its own: the growth of its resident memory at its peak, the
+snapshots that it writes included.
 
     python benchmarks/recovery.py            1,000,000 events, 100,000 live rollouts
     python benchmarks/recovery.py --check    the same; exit code 1 where a floor of floors.toml is missed
@@ -31,17 +32,25 @@ import time
 import tomllib
 from pathlib import Path
 
+from steelyard.clock import SystemClock
 from steelyard.config import JournalConfig
 from steelyard.coordinator.commits import CommitQueue
 from steelyard.coordinator.entities import State
-from steelyard.coordinator.events import AnyEvent
+from steelyard.coordinator.events import AnyEvent, Rules
 from steelyard.coordinator.journal.base import EMPTY_HEAD, chain
 from steelyard.coordinator.journal.sqlite import SqliteJournal
+from steelyard.coordinator.protocol import MAX_GRANTS
+from steelyard.coordinator.records import CoordinatorSettings
 from steelyard.coordinator.recovery import recover
+from steelyard.coordinator.service import Coordinator
 from steelyard.coordinator.snapshot import take
 from steelyard.coordinator.state import apply
-from steelyard.coordinator.transitions import RolloutState
+from steelyard.digests import digest_bytes
+from steelyard.ids import RandomIds
+from steelyard.tasks.sampler import ShuffledStream
 from steelyard.testing.histories import History
+from steelyard.testing.run_rig import make_manifest, make_proof, make_score
+from steelyard.types import ArtifactReport, EndReason, Lease, Sampling, SealedTrace
 
 FLOORS = Path(__file__).parent / "floors.toml"
 FULL_EVENTS = 1_000_000
@@ -49,6 +58,8 @@ LIVE_ROLLOUTS = 100_000
 GROUP_EVENTS = 256
 MAX_AHEAD_EVENTS = 2048
 GROUPS_PER_BATCH = 24
+GROUP_SIZE = 8
+NUM_WORKERS = 16
 
 
 def main() -> int:
@@ -224,25 +235,88 @@ def in_own_process() -> float:
 
 
 def live_bytes() -> float:
-    """Growth of this process's resident memory by a state of LIVE_ROLLOUTS, a quarter in each stage of an attempt."""
+    """Peak growth of this process's resident memory by a whole coordinator with LIVE_ROLLOUTS."""
     before = resident_bytes()
-    history = History(lambda event: None)
-    history.start()
-    stages = (RolloutState.LEASED, RolloutState.RUNNING, RolloutState.ARTIFACT_READY, RolloutState.SCORED)
-    while len(history.state.rollouts) < LIVE_ROLLOUTS:
-        for index, rollout in enumerate(history.admit().rollouts):
-            history.carry(rollout, stages[index % len(stages)])
+    with tempfile.TemporaryDirectory() as directory:
+        num_live = asyncio.run(live_coordinator(Path(directory)))
     grown = resident_bytes() - before
-    print(f"{len(history.state.rollouts):,} live rollouts: {grown / 1e6:,.0f} MB")
+    print(f"a coordinator with {num_live:,} live rollouts and its snapshots: {grown / 1e6:,.0f} MB")
     return float(grown)
 
 
+async def live_coordinator(directory: Path) -> int:
+    """Bring up a coordinator on a SQLite journal, a fifth of its rollouts in each stage up to accepted; how many."""
+    coordinator = await open_coordinator(directory, LIVE_ROLLOUTS // GROUP_SIZE)
+    manifest = make_manifest(0, 0, None)
+    await coordinator.published(manifest)
+    await coordinator.loaded(make_proof(manifest))
+    await coordinator.ready(0)
+    for number in range(LIVE_ROLLOUTS * 4 // 5 // MAX_GRANTS):
+        leases = await coordinator.lease(f"wrk_{number % NUM_WORKERS}", MAX_GRANTS, 0.0, frozenset())
+        begun = [lease for index, lease in enumerate(leases) if index % 4]
+        ended = [lease for index, lease in enumerate(leases) if index % 4 > 1]
+        await asyncio.gather(*(coordinator.start(lease.attempt_id, lease.attempt_number) for lease in begun))
+        await asyncio.gather(*(coordinator.artifact_ready(report_of(lease)) for lease in ended))
+    for _ in range(LIVE_ROLLOUTS // 5 // MAX_GRANTS):
+        jobs = await coordinator.lease_scores("scr_0", MAX_GRANTS, 0.0)
+        await asyncio.gather(*(coordinator.score(make_score(job, 1.0)) for job in jobs))
+    num_live = len(coordinator.state.rollouts)
+    await coordinator.close()
+    return num_live
+
+
+async def open_coordinator(directory: Path, num_groups: int) -> Coordinator:
+    """One that admits so many groups at once."""
+    rules = Rules(max_policy_lag=0, groups_per_batch=num_groups, group_size=GROUP_SIZE, min_scored=2)
+    return await Coordinator.open(
+        journal=SqliteJournal(directory / "live.sqlite"),
+        settings=CoordinatorSettings(
+            rules=rules, sampling=Sampling(seed=7), max_turns=4, lease_s=86_400.0, group_commit_s=0.0
+        ),
+        clock=SystemClock(),
+        ids=RandomIds(),
+        run_id="run_benchmark",
+        seed=0,
+        config_digest="c0",
+        open_traces=NoTraces(),
+        stream=ShuffledStream(num_groups, 0, "task-{:06d}".format, num_epochs=None),
+    )
+
+
+class NoTraces:
+    """Nothing is recorded, so nothing is lost."""
+
+    def discard(self, attempt_id: str) -> int:
+        return 0
+
+
+def report_of(lease: Lease) -> ArtifactReport:
+    """What a harness would say of an attempt of one turn."""
+    trace = SealedTrace(
+        attempt_id=lease.attempt_id,
+        digest=digest_bytes(lease.attempt_id.encode()),
+        num_turns=1,
+        num_tokens=100,
+        oldest_version=0,
+        newest_version=0,
+        mean_version=0.0,
+        num_segments=1,
+        end_reason=EndReason.SUBMITTED,
+    )
+    return ArtifactReport(
+        attempt_id=lease.attempt_id,
+        attempt_number=lease.attempt_number,
+        trace=trace,
+        artifact_digest=digest_bytes(lease.rollout_id.encode()),
+    )
+
+
 def resident_bytes() -> int:
-    """Resident memory of this process now."""
+    """The most resident memory that this process has had."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
+        if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status must have a line VmRSS")
+    raise OSError("/proc/self/status must have a line VmHWM")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 Order always comes from numbers (steps, versions, attempt numbers), never from ids.
 """
 
-import base64
 import os
 import random
 import secrets
@@ -11,7 +10,9 @@ from typing import Literal, Protocol
 
 IdKind = Literal["run", "grp", "rol", "att", "req", "call", "score", "load", "wrk", "rep", "ses"]
 
-_OURS = bytes.maketrans(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ234567", b"0123456789abcdefghjkmnpqrstvwxyz")
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+_PAIRS = [low + high for high in _ALPHABET for low in _ALPHABET]
+_SHIFTS = range(0, 80, 10)
 _NUM_BYTES = 10
 # Each call of the operating system lets go of the interpreter, and another thread may keep it for milliseconds.
 _IDS_PER_DRAW = 64
@@ -37,7 +38,7 @@ class RandomIds:
             self._process_id = os.getpid()
             self._drawn = secrets.token_bytes(_NUM_BYTES * _IDS_PER_DRAW)
         drawn, self._drawn = self._drawn[:_NUM_BYTES], self._drawn[_NUM_BYTES:]
-        return f"{kind}_{_encode(drawn)}"
+        return f"{kind}_{_encode(int.from_bytes(drawn, 'little'))}"
 
 
 class SeededIds:
@@ -47,9 +48,9 @@ class SeededIds:
         self._random = random.Random(seed)
 
     def new(self, kind: IdKind) -> str:
-        return f"{kind}_{_encode(self._random.getrandbits(8 * _NUM_BYTES).to_bytes(_NUM_BYTES, 'big'))}"
+        return f"{kind}_{_encode(self._random.getrandbits(8 * _NUM_BYTES))}"
 
 
-def _encode(drawn: bytes) -> str:
+def _encode(number: int) -> str:
     """16 characters of 5 bits each, those of the lowest bits first."""
-    return base64.b32encode(drawn).translate(_OURS)[::-1].decode("ascii")
+    return "".join([_PAIRS[number >> shift & 1023] for shift in _SHIFTS])

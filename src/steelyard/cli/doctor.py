@@ -7,10 +7,8 @@ from steelyard import config_file
 from steelyard.cli.train import Subparsers
 from steelyard.clock import SystemClock
 from steelyard.coordinator.doctor import diagnose
-from steelyard.coordinator.entities import State
-from steelyard.coordinator.journal.base import checked_events
 from steelyard.coordinator.records import CoordinatorSettings
-from steelyard.coordinator.state import apply
+from steelyard.coordinator.recovery import read_state
 from steelyard.run.directory import existing_directory
 from steelyard.run.journals import open_journal_reader
 
@@ -31,12 +29,7 @@ def run(options: argparse.Namespace) -> int:
     directory = existing_directory(options.run)
     config = config_file.load(directory.config)
     reader = open_journal_reader(config, directory)
-    state = State()
-    head = reader.head()
-    # The run may go on meanwhile: what was written after the head was read is left for the next look.
-    records = (record for record in reader.records() if record.number <= head.number)
-    for event in checked_events(records, head):
-        apply(state, event)
+    state = read_state(reader)
     settings = CoordinatorSettings.from_config(config)
     diagnosis = diagnose(state, settings, SystemClock().now_s())
     if state.run is None:

@@ -62,8 +62,11 @@ class Ticker:
         """
         self._core.check()
         if self._is_going_on():
+            now_s = self._core.now_s()
             for part in self._parts:
-                part.advance()
+                due_s = part.next_due_s()
+                if due_s is not None and due_s <= now_s:
+                    part.advance()
 
     async def _run(self) -> None:
         core = self._core

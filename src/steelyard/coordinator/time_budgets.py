@@ -35,7 +35,6 @@ class TimeBudgets:
     def advance(self) -> None:
         """Cancel what has not ended in time."""
         now_s = self._core.now_s()
-        self._forget_ended()
         while self._deadlines and self._deadlines[0][0] <= now_s:
             _, order, group_id = heapq.heappop(self._deadlines)
             self._tracked.discard(order)
@@ -48,6 +47,7 @@ class TimeBudgets:
 
     def next_due_s(self) -> float | None:
         """When ``advance`` has something to do at the earliest."""
+        self._forget_ended()
         return self._deadlines[0][0] if self._deadlines else None
 
     def _track(self, rollout: Rollout | None) -> None:

@@ -46,6 +46,11 @@ class WorkerCalls:
         """So many events are durable."""
         return self._core.commits.num_committed
 
+    @property
+    def num_commits(self) -> int:
+        """Commits since the coordinator was opened."""
+        return self._core.commits.num_commits
+
     async def durable(self, num_events: int) -> None:
         """Return once so many events are durable; raises what made it impossible. Bounded by the journal."""
         await self._core.commits.reached(num_events)

@@ -30,6 +30,7 @@ from steelyard.environments.registry import make_environment
 from steelyard.ids import RandomIds
 from steelyard.log import log_to_file
 from steelyard.metrics import Counters
+from steelyard.processes.garbage import collect_rarely
 from steelyard.processes.supervision import end_all
 from steelyard.run.coordinators import open_coordinator, serving
 from steelyard.run.describing import describe_run
@@ -102,6 +103,7 @@ async def _serve_until_failure(config: Config, directory: RunDirectory, say: Say
             config.environment.kind, config.environment.options, Services(run_function=run_function_calls)
         )
         coordinator = await _open(config, directory, environment, clock, counters, say, stack)
+        collect_rarely()
         description = describe_run(config, environment, directory)
         url = await stack.enter_async_context(
             serving(config, directory, coordinator, clock, counters, frozenset(Role), description)

@@ -6,7 +6,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from steelyard.config import Config
-from steelyard.coordinator.journal.base import FaultPoint, Journal, JournalReader, no_fault
+from steelyard.coordinator.journal.base import FaultPoint, Journal, StateReader, no_fault
 from steelyard.coordinator.journal.memory import MemoryJournal
 from steelyard.coordinator.journal.sqlite import SqliteJournal, SqliteJournalReader
 from steelyard.errors import ConfigError, InputError, RunDirectoryError
@@ -46,7 +46,7 @@ def open_journal(
             )
 
 
-def open_journal_reader(config: Config, directory: RunDirectory) -> JournalReader:
+def open_journal_reader(config: Config, directory: RunDirectory) -> StateReader:
     """Read access to the journal of a run, which may be going on.
 
     Raises:

@@ -95,7 +95,8 @@ def is_finished(config: Config, directory: RunDirectory) -> bool:
     kind = config.journal.kind
     if kind == "memory" or (kind == "sqlite" and not directory.journal.is_file()):
         return False
-    last = deque(open_journal_reader(config, directory).records(), maxlen=1)
+    reader = open_journal_reader(config, directory)
+    last = deque(reader.records_after(reader.head().number - 1), maxlen=1)
     return bool(last) and isinstance(decode(last[0].payload), RunFinished)
 
 

@@ -133,14 +133,15 @@ class PostgresServer:
         command = [_program("initdb"), "--pgdata", str(self.data), "--username", _USER, "--auth", "trust"]
         command += ["--encoding", "UTF8", "--locale", "C", "--data-checksums", "--no-sync"]
         done = subprocess.run(
-            [*_unprivileged(), *command], capture_output=True, text=True, check=False, cwd=self._directory
-        )
+            [*_unprivileged(), *command], capture_output=True, text=True, check=False, cwd=self._directory,
+            timeout=_START_DEADLINE_S,
+        )  # fmt: skip
         if done.returncode:
             raise AssertionError(f"initdb failed: {done.stderr}")
         (self.data / "pg_hba.conf").write_text(_ACCESS)
 
     def start(self) -> None:
-        """Start, and wait until it accepts connections.
+        """Start, and wait until it accepts connections. It ends with the thread that has started it.
 
         Raises:
             AssertionError: it does not, within a deadline; shows its log.

@@ -81,6 +81,28 @@ def test_a_run_writes_snapshots_as_it_goes_and_one_at_its_end_and_keeps_two() ->
     asyncio.run(run())
 
 
+def test_a_snapshot_of_a_large_run_that_goes_on_meanwhile_is_the_state_at_its_event() -> None:
+    async def run() -> None:
+        journal = Announcing()
+        settings = make_settings(lag=0, group_size=300, groups_per_batch=8, snapshot_every_events=10)
+        rig = await RunRig(settings, journal=journal).start()
+        leases = await rig.coordinator.lease(WORKER, 2400, 0.0)
+        for lease in reversed(leases):
+            await rig.coordinator.start(lease.attempt_id, lease.attempt_number)
+            if journal.kept.is_set():
+                break
+        (number,) = await journal.snapshots()
+        assert number < rig.coordinator.state.num_events, "it went on meanwhile"
+        state, _ = restore(journal.stored_snapshots[number])
+        expected = State()
+        for event in (await journal.replay())[:number]:
+            apply(expected, event)
+        assert same(state, expected)
+        await rig.coordinator.crash()
+
+    asyncio.run(run())
+
+
 def test_records_before_a_snapshot_are_not_read_at_recovery_and_stay_for_the_audit() -> None:
     class Counting(MemoryJournal):
         def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -11,10 +11,12 @@ import pytest
 
 from steelyard.coordinator import protocol as p
 from steelyard.coordinator.capability import CapabilityRing, Role
+from steelyard.coordinator.events import Running
 from steelyard.coordinator.server import CoordinatorServer, ServerLimits
 from steelyard.errors import InputError, JournalFenced, StorageFailed
 from steelyard.metrics import Counters
 from steelyard.testing.coordinator_server import ServedRig, serve
+from steelyard.testing.manual_clock import settle
 from steelyard.testing.run_rig import SCORER, WORKER, RunRig
 
 HEARTBEAT = p.HeartbeatCall(attempt_ids=())
@@ -221,6 +223,55 @@ def test_a_client_that_leaves_does_not_undo_its_call() -> None:
         assert served.counters.read()["coordinator.repeated"] == 1
 
     serve(scene)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await settle()
+
+
+def renewed_until_s(served: ServedRig, attempt_id: str) -> float:
+    lease = served.rig.coordinator.live_lease(attempt_id)
+    return lease.expires_at_s if lease is not None else 0.0
+
+
+def test_nothing_is_answered_before_its_commit_neither_a_repetition_nor_a_read() -> None:
+    async def scene(served: ServedRig) -> None:
+        (lease,) = results((await post(served, request_of(p.LeaseCall(max_leases=1, wait_s=0.0))))[1])[0].leases
+        started = request_of(p.StartCall(attempt_id=lease.attempt_id, attempt_number=1), first=1)
+        heartbeat = p.HeartbeatCall(attempt_ids=(lease.attempt_id,))
+        served.journal.hold()
+        first = asyncio.create_task(post(served, started))
+        await served.journal.waiting.wait()
+        again = asyncio.create_task(post(served, started))
+        await until(lambda: served.counters.read().get("coordinator.repeated") == 1)
+        served.rig.clock.advance(1.0)
+        read = asyncio.create_task(post(served, request_of(heartbeat, session_id="ses_other")))
+        await until(lambda: renewed_until_s(served, lease.attempt_id) > lease.expires_at_s)
+        assert not any(task.done() for task in (first, again, read))
+        served.journal.release()
+        answers = await asyncio.gather(first, again, read)
+        assert [results(reply) for _, reply in answers] == [[p.Done()], [p.Done()], [p.Lost(attempt_ids=())]]
+        assert sum(isinstance(event, Running) for event in await served.rig.journal.replay()) == 1
+
+    serve(scene)
+
+
+def test_a_server_that_stops_tells_those_who_wait_for_a_commit_to_come_again() -> None:
+    async def scene(served: ServedRig) -> None:
+        (lease,) = results((await post(served, request_of(p.LeaseCall(max_leases=1, wait_s=0.0))))[1])[0].leases
+        started = request_of(p.StartCall(attempt_id=lease.attempt_id, attempt_number=1), first=1)
+        served.journal.hold()
+        waiting = asyncio.create_task(post(served, started))
+        await served.journal.waiting.wait()
+        restarting = asyncio.create_task(served.restart())
+        status, failed = await waiting
+        assert (status, failed.kind) == (503, "DeadlineExceeded")
+        served.journal.release()
+        await restarting
+        assert results((await post(served, started))[1]) == [p.Done()]
+
+    serve(scene, limits=ServerLimits(shutdown_s=600.0, answer_deadline_s=600.0))
 
 
 @pytest.mark.parametrize("failure", [StorageFailed("the disk is full"), JournalFenced("taken over")])

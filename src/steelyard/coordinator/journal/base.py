@@ -5,7 +5,8 @@ breaks the chain at a place that can be named. The head (number and digest of th
 records in the same transaction, so that a missing end is seen too.
 
 A journal also keeps the last snapshots of the state. They save replaying what lies before them; no record is ever
-removed for them, and what they say is never believed against the records.
+lost for them (one may be moved to where only a replay of everything and the audit read it), and what they say is never
+believed against the records.
 """
 
 import asyncio
@@ -155,6 +156,26 @@ class JournalReader(Protocol):
 
     def head(self) -> Head:
         """What the journal says its last record is."""
+        ...
+
+
+class StateReader(JournalReader, Protocol):
+    """Read access that need not begin at the beginning, for who wants to know how things stand."""
+
+    def records_after(self, number: int) -> Iterable[JournalRecord]:
+        """The records above ``number`` in stored order, unchecked."""
+        ...
+
+    def snapshots(self) -> tuple[int, ...]:
+        """Event numbers of the kept snapshots, newest first."""
+        ...
+
+    def read_snapshot(self, number: int) -> bytes:
+        """One snapshot as it is stored, unchecked.
+
+        Raises:
+            IntegrityError: it cannot be read, or has been replaced by a newer one meanwhile.
+        """
         ...
 
 

@@ -60,10 +60,7 @@ class Compaction:
     def delete_some(self, connection: sqlite3.Connection, last: int) -> bool:
         """Delete some of the records up to ``last``, which are safe in the archive; whether there are more.
 
-        Called on the journal's own thread.
-
-        Raises:
-            StorageFailed: the file cannot be written.
+        Called on the journal's own thread. A disk that refuses costs only space.
         """
         try:
             first = _first_number(connection)
@@ -76,7 +73,8 @@ class Compaction:
             self._fault_point("archive.mid_delete")
             connection.execute("commit")
         except sqlite3.Error as error:
-            raise StorageFailed(f"{self._path}: archived records cannot be deleted: {error}") from error
+            logger.warning("%s: archived records are not deleted: %s", self._path, error)
+            return False
         finally:
             if connection.in_transaction:
                 connection.rollback()

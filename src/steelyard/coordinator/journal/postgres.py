@@ -199,13 +199,19 @@ class PostgresJournal:
 
     async def _open(self) -> Writer:
         async with self._opening:
-            if self._is_closed:
-                raise StorageFailed(f"{self._place.label} is closed")
+            self._require_open()
             if self._writer is None:
                 self._writer = await take_over(
                     self._place, owner=self._owner, lease_s=self._lease_s, wait_s=self._wait_s
                 )
+                if self._is_closed:  # while it waited
+                    await self.close()
+                self._require_open()
             return self._writer
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise StorageFailed(f"{self._place.label} is closed")
 
     async def _write(
         self, connection: AsyncConnection, writer: Writer, records: Sequence[JournalRecord], head: Head

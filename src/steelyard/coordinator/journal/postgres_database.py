@@ -1,7 +1,7 @@
 """The database of PostgreSQL journals: its tables, and connections that answer within a deadline or end.
 
-All journals of a database share four tables in the schema ``steelyard`` and are told apart by a number. An operator can
-read them while runs go on::
+All journals of a database share three tables in the schema ``steelyard`` and are told apart by a number. An operator
+can read them while runs go on::
 
     psql "$URL" -c "select name, owner, epoch, expires_at, head_number from steelyard.journals"
 

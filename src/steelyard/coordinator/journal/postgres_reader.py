@@ -37,6 +37,9 @@ _PAGE: LiteralString = """select number, payload, digest from steelyard.records
     where journal_id = %s and number > %s order by number limit %s"""
 _ONE: LiteralString = "select number, payload, digest from steelyard.records where journal_id = %s and number = %s"
 _LAST: LiteralString = "select max(number) from steelyard.records where journal_id = %s"
+_SNAPSHOTS: LiteralString = "select distinct number from steelyard.snapshots where journal_id = %s order by number desc"
+_SNAPSHOT_PARTS: LiteralString = """select data from steelyard.snapshots
+    where journal_id = %s and number = %s order by part"""
 _CUT: LiteralString = """with held as (
         update steelyard.journals set head_number = %(number)s, head_digest = %(digest)s
         where id = %(id)s and epoch = %(epoch)s
@@ -187,12 +190,15 @@ class PostgresJournalReader:
         self._place = place
 
     def records(self) -> Iterable[JournalRecord]:
+        yield from self.records_after(-1)
+
+    def records_after(self, number: int) -> Iterable[JournalRecord]:
         connection = connect_for_reading(self._place)
         try:
             journal = self._journal(connection)
             if journal is None:
                 return
-            records, after = PostgresRecords(self._place, connection, journal.journal_id), -1
+            records, after = PostgresRecords(self._place, connection, journal.journal_id), number
             while page := records.page(after):
                 yield from page
                 after = page[-1].number
@@ -206,6 +212,34 @@ class PostgresJournalReader:
         finally:
             connection.close()
         return EMPTY_HEAD if journal is None else journal.head
+
+    def snapshots(self) -> tuple[int, ...]:
+        return tuple(row[0] for row in self._rows(_SNAPSHOTS))
+
+    def read_snapshot(self, number: int) -> bytes:
+        parts = self._rows(_SNAPSHOT_PARTS, number)
+        if not parts:
+            raise IntegrityError(f"{self._place.label}: there is no snapshot {number}")
+        return b"".join(part for (part,) in parts)
+
+    def _rows(self, query: LiteralString, *values: int) -> list[TupleRow]:
+        """Rows that belong to the journal, none where it was not begun yet.
+
+        Raises:
+            IntegrityError: they are damaged.
+        """
+        connection = connect_for_reading(self._place)
+        try:
+            journal = self._journal(connection)
+            if journal is None:
+                return []
+            with answering(connection, self._place.deadline_s):
+                return connection.execute(query, (journal.journal_id, *values)).fetchall()
+        except psycopg.Error as error:
+            kind = IntegrityError if is_damage(error) else StorageFailed
+            raise kind(f"{self._place.label} cannot be read: {one_line(error)}") from error
+        finally:
+            connection.close()
 
     def _journal(self, connection: Connection) -> _Journal | None:
         with storage_failures(f"{self._place.label} cannot be read"), answering(connection, self._place.deadline_s):

@@ -264,20 +264,24 @@ async def _try_to_take(place: PostgresPlace, *, owner: str, lease_s: float) -> W
 
 async def _take(connection: AsyncConnection, place: PostgresPlace, owner: str, lease_s: float) -> _Taken | _Held:
     await make_tables(connection)
-    await connection.execute(_ENTER, (place.name, FORMAT_VERSION))
     held = await _look(connection, place)
-    if held.left_s > 0:
+    if held is None:
+        await connection.execute(_ENTER, (place.name, FORMAT_VERSION))
+    elif held.left_s > 0:
         return held
     cursor = await connection.execute(_TAKE, {"name": place.name, "owner": owner, "lease_s": lease_s})
     row = await cursor.fetchone()
-    if row is None:
-        return await _look(connection, place)  # another standby was faster
-    journal_id, epoch, number, digest = row
-    return _Taken(journal_id=journal_id, epoch=epoch, head=Head(number=number, digest=digest))
+    if row is not None:
+        journal_id, epoch, number, digest = row
+        return _Taken(journal_id=journal_id, epoch=epoch, head=Head(number=number, digest=digest))
+    held = await _look(connection, place)  # another standby was faster
+    if held is None:
+        raise StorageFailed(f"{place.label} was deleted from the database while it was opened")
+    return held
 
 
-async def _look(connection: AsyncConnection, place: PostgresPlace) -> _Held:
-    """Who has the lease, or had it last.
+async def _look(connection: AsyncConnection, place: PostgresPlace) -> _Held | None:
+    """Who has the lease, or had it last; None for a journal that is new.
 
     Raises:
         IntegrityError: the journal is of another format.
@@ -285,7 +289,7 @@ async def _look(connection: AsyncConnection, place: PostgresPlace) -> _Held:
     cursor = await connection.execute(_LOOK, (place.name,))
     row = await cursor.fetchone()
     if row is None:
-        raise StorageFailed(f"{place.label} was deleted from the database while it was opened")
+        return None
     format_version, owner, left_s = row
     check_format(format_version, place.label)
     return _Held(owner=owner, left_s=max(left_s, 0.0))

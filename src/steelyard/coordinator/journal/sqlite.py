@@ -208,16 +208,26 @@ class SqliteJournalReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._archive = ArchiveFiles(archive_folder(path))
+        self._snapshots = SnapshotFiles(snapshots_folder(path))
 
     def records(self) -> Iterator[JournalRecord]:
+        yield from self.records_after(-1)
+
+    def records_after(self, number: int) -> Iterator[JournalRecord]:
         connection = files.connect(self._path, is_read_only=True)
-        after = -1
+        after = number
         try:
             while page := self._page(connection, after):
                 yield from page
                 after = page[-1].number
         finally:
             connection.close()
+
+    def snapshots(self) -> tuple[int, ...]:
+        return self._snapshots.numbers()
+
+    def read_snapshot(self, number: int) -> bytes:
+        return self._snapshots.read(number)
 
     def _page(self, connection: sqlite3.Connection, after: int) -> list[JournalRecord]:
         page = files.read_page(connection, self._path, after)

@@ -16,7 +16,7 @@ from steelyard.coordinator.journal.base import Journal
 from steelyard.coordinator.records import BatchPlan, CoordinatorSettings, PendingStep
 from steelyard.coordinator.service import Coordinator
 from steelyard.coordinator.transitions import RolloutState
-from steelyard.errors import Refused, SteelyardError, StorageFailed
+from steelyard.errors import IllegalTransition, Refused, SteelyardError, StorageFailed
 from steelyard.gateway.recorder import Recorder
 from steelyard.gateway.renderer import Prompt
 from steelyard.ids import IdSource
@@ -35,6 +35,7 @@ from steelyard.types import (
     FinishReason,
     GenerateRequest,
     GenerateResult,
+    Lease,
     LoadProof,
     Manifest,
     Message,
@@ -136,7 +137,11 @@ class ControlProgram:
                 self._on_finding(error)
 
         gateway = _Gateway(coordinator, recorder, self._ids, self._draw)
-        methods = {**_worker_methods(coordinator), **_trainer_methods(coordinator), **gateway.methods()}
+        methods = {
+            **_worker_methods(coordinator, self._on_finding),
+            **_trainer_methods(coordinator),
+            **gateway.methods(),
+        }
         Server(life, self._network, methods, on_failure, self._on_request)
         await ended
 
@@ -154,9 +159,16 @@ class ControlProgram:
                     await coordinator.attempt_failed(failure)
 
 
-def _worker_methods(coordinator: Coordinator) -> dict[str, Method]:
+def _worker_methods(coordinator: Coordinator, on_finding: Callable[[BaseException], None]) -> dict[str, Method]:
+    async def lease(worker_id: str, max_leases: int, wait_s: float) -> tuple[Lease, ...]:
+        try:
+            return await coordinator.lease(worker_id, max_leases, wait_s)
+        except IllegalTransition as error:
+            on_finding(error)  # the coordinator chose all that is in a lease itself
+            raise
+
     return {
-        "lease": Method(tuple[str, int, float], coordinator.lease),
+        "lease": Method(tuple[str, int, float], lease),
         "start": Method(tuple[str, int, str], coordinator.start),
         "heartbeat": Method(tuple[str, tuple[str, ...]], coordinator.heartbeat),
         "artifact_ready": Method(tuple[ArtifactReport], coordinator.artifact_ready),

@@ -153,9 +153,9 @@ def test_a_crash_at_any_point_of_a_compaction_loses_nothing_and_the_next_one_goe
     asyncio.run(check_whole(path, 160))
 
 
-def damaged_last_segment(path: Path) -> Path:
+def damaged_segment(path: Path, index: int = -1) -> Path:
     asyncio.run(write(path, (80, 100)))
-    segment = segments(path)[-1]
+    segment = segments(path)[index]
     data = bytearray(segment.read_bytes())
     data[len(data) // 2] ^= 1
     segment.write_bytes(data)
@@ -164,7 +164,7 @@ def damaged_last_segment(path: Path) -> Path:
 
 def test_a_damaged_segment_is_refused_by_a_replay_and_named_by_the_audit(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
-    damaged_last_segment(path)
+    damaged_segment(path)
     findings = Findings({"journal_chain": ""})
     read_events(SqliteJournalReader(path), findings)
     assert findings.examples["journal_chain"] == "record 65 is missing, 73 stands in its place"
@@ -180,13 +180,14 @@ def test_a_damaged_segment_is_refused_by_a_replay_and_named_by_the_audit(tmp_pat
     asyncio.run(run())
 
 
-def test_nothing_is_archived_behind_a_damaged_segment_and_nothing_deleted_that_it_holds(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("index", "first"), [(-1, 65), (-2, 57)])
+def test_nothing_is_archived_beside_a_damaged_segment_and_nothing_deleted_that_it_holds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, index: int, first: int
 ) -> None:
     path = tmp_path / "journal.sqlite"
-    segment = damaged_last_segment(path)
+    segment = damaged_segment(path, index)
     with contextlib.closing(sqlite3.connect(path)) as connection:  # as a crash before the deletion would leave it
-        rows = [(record.number, record.payload.decode(), record.digest) for record in records()[64:72]]
+        rows = [(record.number, record.payload.decode(), record.digest) for record in records()[first - 1 : 72]]
         connection.executemany("insert into records values (?, ?, ?)", rows)
         connection.commit()
 
@@ -201,7 +202,7 @@ def test_nothing_is_archived_behind_a_damaged_segment_and_nothing_deleted_that_i
     with caplog.at_level(logging.WARNING):
         asyncio.run(go_on())
     assert "no more is archived" in caplog.text and segment.name in caplog.text
-    assert in_table(path) == list(range(65, 161))
+    assert in_table(path) == list(range(first, 161))
 
 
 def test_a_damaged_record_is_never_archived(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -163,6 +163,23 @@ def test_a_closed_journal_refuses_everything(postgres_store: PostgresStore) -> N
     asyncio.run(run())
 
 
+def test_a_standby_that_is_closed_while_it_waits_takes_nothing(postgres_store: PostgresStore) -> None:
+    async def run() -> None:
+        said = heard("is held by writer 1")
+        async with closing(postgres_store.open()) as old:
+            await old.append(events(0, 1))
+            standby = postgres_store.open()
+            taking = asyncio.create_task(standby.replay())
+            await said
+            await standby.close()
+            postgres_store.end_lease()
+            with pytest.raises(StorageFailed, match="is closed"):
+                await taking
+        await replay(postgres_store.open(wait_s=0.0))
+
+    asyncio.run(run())
+
+
 def test_a_standby_outlasts_a_restart_of_the_server() -> None:
     with postgres_server() as server:
         store = PostgresStore(server)
@@ -174,7 +191,7 @@ def test_a_standby_outlasts_a_restart_of_the_server() -> None:
                 taking = asyncio.create_task(standby.replay())
                 await said
                 server.stop()
-                await asyncio.to_thread(server.start)
+                server.start()
                 assert not taking.done()
                 store.end_lease()
                 assert await taking == tuple(events(0, 2))
