@@ -27,6 +27,7 @@ import yaml
 
 from steelyard import config_file
 from steelyard.cli.main import EXIT_RUN_FAILED
+from steelyard.clock import SystemClock
 from steelyard.coordinator import events as e
 from steelyard.coordinator.books import prompt_book
 from steelyard.coordinator.capability import Role
@@ -220,7 +221,7 @@ class KillRig:
             role=self._roles[name],
             run=str(self._directory.path),
             urls=tuple(f"http://127.0.0.1:{port}" for port in self._ports),
-            key=issue_key(self._directory, self._roles[name], name, time.time() + _KEY_S),
+            key=issue_key(self._directory, self._roles[name], name, SystemClock().now_s() + _KEY_S),
             notes=str(self._notes(name)),
             seed=self._draw.getrandbits(32),
             eval_task="repair/heldout/0",
