@@ -210,7 +210,9 @@ def _journal_url(url: str) -> Iterator[str]:
     try:
         parts = urlsplit(url)
         secrets = {"password", "sslpassword"} & {key for key, _ in parse_qsl(parts.query, keep_blank_values=True)}
-        is_secret = bool(secrets) or parts.password is not None
+        # A password with a "/" or "?" in it ends the part that urlsplit looks at.
+        before, at, _ = url.partition("://")[2].partition("@")
+        is_secret = bool(secrets) or parts.password is not None or (bool(at) and ":" in before)
     except ValueError:
         yield "journal.url must be a URL, such as postgresql://me@host/runs, got one that cannot be read"
         return

@@ -49,7 +49,7 @@ class WriterProcess:
 
 @contextmanager
 def writer(store: PostgresStore, owner: str) -> Iterator[WriterProcess]:
-    command = [sys.executable, "-m", "steelyard.testing.journal_writer", store.url, "run-1", owner, str(LEASE_S)]
+    command = [sys.executable, "-m", "steelyard.testing.journal_writer", store.url, store.name, owner, str(LEASE_S)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield WriterProcess(process)
@@ -93,7 +93,7 @@ def test_a_holder_that_was_stopped_finds_itself_fenced_when_it_goes_on_and_write
         new.read_acknowledged(5)
         old.process.send_signal(signal.SIGCONT)
         told = " ".join(old.read_until("ended"))
-        assert "JournalFenced: journal run-1 was taken over by new at epoch 2; this writer has epoch 1" in told
+        assert f"JournalFenced: journal {store.name} was taken over by new at epoch 2; this writer has epoch 1" in told
         assert old.process.wait(ENDS_WITHIN_S) == EXIT_RUN_FAILED
         new.read_acknowledged(5)
         new.process.kill()

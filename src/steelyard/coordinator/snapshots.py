@@ -100,12 +100,12 @@ class SnapshotWriter:
     async def _write(self, captured: Capture) -> None:
         number = captured.num_events
         await self._commits.reached(number)
-        head = await self._journal.head_at(number)
-        if head is None:
-            raise IntegrityError(f"the journal must hold record {number}, which it has committed")
-        data = await asyncio.to_thread(pack, captured, head)
-        self.num_covered = number
         try:
+            head = await self._journal.head_at(number)
+            if head is None:
+                raise IntegrityError(f"the journal must hold record {number}, which it has committed")
+            data = await asyncio.to_thread(pack, captured, head)
+            self.num_covered = number
             await self._journal.save_snapshot(number, data)
         except StorageFailed as error:
             logger.warning("no snapshot at event %d, the next recovery takes longer: %s", number, error)

@@ -25,6 +25,9 @@ def events(start: int, count: int) -> list[e.AnyEvent]:
     return [e.Running(at_s=float(n), attempt_id=f"att_{n}") for n in range(start, start + count)]
 
 
+_NUMBERS = itertools.count(1)
+
+
 class JournalStore(Protocol):
     """One journal, to be opened again and again."""
 
@@ -82,16 +85,22 @@ class SqliteStore:
 
 
 class PostgresStore:
-    """A database of its own with one journal; ``wait_s`` is long, for nobody here holds a lease for good."""
+    """A journal in the server's database for tests. Nobody here holds a lease for good, so who waits waits long.
 
-    def __init__(self, server: PostgresServer) -> None:
+    Args:
+        server: running.
+        own_database: a new one, for tests that change more than the journal; making one takes its time.
+    """
+
+    def __init__(self, server: PostgresServer, *, own_database: bool = False) -> None:
         self.server = server
-        self.url = server.new_database()
+        self.url = server.new_database() if own_database else server.shared_database()
         self.database = self.url.partition("?")[0].rpartition("/")[2]
+        self.name = f"journal-{next(_NUMBERS)}"
         self._owners = map("writer {}".format, itertools.count(1))
 
     def place(self, url: str | None = None, deadline_s: float = 30.0) -> PostgresPlace:
-        return PostgresPlace(url=url or self.url, name="run-1", deadline_s=deadline_s)
+        return PostgresPlace(url=url or self.url, name=self.name, deadline_s=deadline_s)
 
     def open(
         self,
@@ -109,14 +118,29 @@ class PostgresStore:
         return PostgresJournalReader(self.place())
 
     def edit(self, *statements: str) -> None:
-        self.server.run(self.database, "set search_path to steelyard", *statements)
+        """Run SQL; to it, ``journals`` and ``records`` are this journal's alone."""
+        self.server.run(self.database, *self._views(), *statements)
 
     def ask(self, question: str) -> Any:
-        """The one value that a query finds."""
+        """The one value that a query finds; tables are as to ``edit``."""
         with psycopg.connect(self.url) as connection:
+            for statement in self._views():
+                connection.execute(statement.encode())
             row = connection.execute(question.encode()).fetchone()
         assert row is not None
         return row[0]
+
+    def _views(self) -> tuple[str, ...]:
+        schema = f'"{self.name}"'
+        ours = f"select * from steelyard.journals where name = '{self.name}'"
+        number = f"select id from steelyard.journals where name = '{self.name}'"
+        records = f"select number, payload, digest from steelyard.records where journal_id = ({number})"
+        return (
+            f"create schema if not exists {schema}",
+            f"create or replace view {schema}.journals as {ours}",
+            f"create or replace view {schema}.records as {records}",
+            f"set search_path to {schema}",
+        )
 
     def end_lease(self) -> None:
         """As if its time were over."""

@@ -60,6 +60,7 @@ class PostgresServer:
         self._log: list[str] = []
         self._reading: threading.Thread | None = None
         self._num_databases = 0
+        self._shared: str | None = None
 
     @property
     def pid(self) -> int:
@@ -83,6 +84,12 @@ class PostgresServer:
         name = name or f"test_{self._num_databases}"
         self.run("postgres", sql.SQL("create database {}").format(sql.Identifier(name)))
         return self.url(name)
+
+    def shared_database(self) -> str:
+        """A database for all who need none of their own; its URL."""
+        if self._shared is None:
+            self._shared = self.new_database("shared")
+        return self._shared
 
     def run(self, database: str, *statements: sql.Composed | str) -> None:
         """Run statements as the superuser."""

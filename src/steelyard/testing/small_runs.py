@@ -73,7 +73,8 @@ def steelyard(*arguments: str | Path, cwd: Path | None = None) -> "subprocess.Co
 
 
 def journal_events(run: Path) -> list[AnyEvent]:
-    """All events of a run, in order."""
+    """All events of a run, in order; without a configuration it is one with the default journal."""
     directory = RunDirectory(run)
-    reader = open_journal_reader(config_file.load(directory.config), directory)
+    config = config_file.load(directory.config if directory.config.is_file() else None)
+    reader = open_journal_reader(config, directory)
     return [decode(record.payload) for record in reader.records()]

@@ -15,19 +15,21 @@ from steelyard.coordinator.books import prompt_book
 from steelyard.coordinator.entities import State
 from steelyard.coordinator.journal.base import FAULT_POINTS
 from steelyard.coordinator.journal.memory import MemoryJournal
-from steelyard.coordinator.journal.sqlite import SqliteJournal
 from steelyard.coordinator.state import apply
 from steelyard.errors import StorageFailed
+from steelyard.testing.journals import PostgresStore, SqliteStore, replayed
 from steelyard.testing.manual_clock import settle
 from steelyard.testing.run_rig import WORKER, RunRig, make_settings
 
 CHILD = """
 import asyncio, os, signal, sys
 from pathlib import Path
+from steelyard.coordinator.journal.postgres import PostgresJournal
+from steelyard.coordinator.journal.postgres_database import PostgresPlace
 from steelyard.coordinator.journal.sqlite import SqliteJournal
 from steelyard.testing.run_rig import WORKER, RunRig, make_settings
 
-point, countdown = sys.argv[2], int(sys.argv[3])
+place, point, countdown, name = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 
 def fault(name):
     global countdown
@@ -37,7 +39,10 @@ def fault(name):
             os.kill(os.getpid(), signal.SIGKILL)
 
 async def main():
-    rig = await RunRig(make_settings(), journal=SqliteJournal(Path(sys.argv[1]), fault)).start()
+    journal = SqliteJournal(Path(place), fault)
+    if place.startswith("postgresql:"):
+        journal = PostgresJournal(PostgresPlace(url=place, name=name), owner="a child", fault_point=fault)
+    rig = await RunRig(make_settings(), journal=journal).start()
     for step in range(100):
         while leases := await rig.coordinator.lease(WORKER, 3, 0.0):
             for lease in leases:
@@ -54,12 +59,15 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize(("point", "countdown"), [(point, 9 + 14 * n) for n, point in enumerate(FAULT_POINTS)])
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 def test_what_was_answered_before_a_sigkill_inside_a_write_is_in_the_journal(
-    tmp_path: Path, point: str, countdown: int
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, point: str, countdown: int
 ) -> None:
     path = tmp_path / "journal.sqlite"
+    store = PostgresStore(request.getfixturevalue("postgres")) if kind == "postgres" else SqliteStore(path)
+    place, name = (store.url, store.name) if isinstance(store, PostgresStore) else (str(path), "")
     child = subprocess.run(
-        [sys.executable, "-c", CHILD, str(path), point, str(countdown)],
+        [sys.executable, "-c", CHILD, place, point, str(countdown), name],
         capture_output=True,
         text=True,
         timeout=60,
@@ -67,7 +75,9 @@ def test_what_was_answered_before_a_sigkill_inside_a_write_is_in_the_journal(
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert child.returncode == -signal.SIGKILL, child.stderr
-    events = asyncio.run(replay(path))
+    if isinstance(store, PostgresStore):
+        store.end_lease()
+    events = replayed(store.open())
     leased = {event.attempt_id for event in events if isinstance(event, e.Leased)}
     reported = {event.report.attempt_id for event in events if isinstance(event, e.ArtifactReady)}
     begun = {str(event.step) for event in events if isinstance(event, e.StepBegun)}
@@ -79,13 +89,6 @@ def test_what_was_answered_before_a_sigkill_inside_a_write_is_in_the_journal(
     for event in events:
         apply(state, event)
     assert prompt_book(state).gap == 0
-
-
-async def replay(path: Path) -> tuple[e.AnyEvent, ...]:
-    journal = SqliteJournal(path)
-    found = await journal.replay()
-    await journal.close()
-    return found
 
 
 class GatedJournal(MemoryJournal):

@@ -35,8 +35,8 @@ _T = TypeVar("_T")
 _RENEWALS = 3
 """A lease is renewed so often in its time: one renewal may be late and the next still in time."""
 _LOOKS = 10
-"""A standby looks so often in the time of a lease whether it was given back early."""
-_MIN_PAUSE_S = 0.01
+"""A standby looks so often in the time of a lease, and at least once a second, whether it was given back early."""
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.01, 1.0
 
 _LEASE_END: LiteralString = "clock_timestamp() + make_interval(secs => %(lease_s)s)"
 _ENTER: LiteralString = (
@@ -87,6 +87,7 @@ class Writer:
         self._turn = asyncio.Lock()
         self._failure: SteelyardError | None = None
         self._is_lost = asyncio.Event()
+        self._is_closing = asyncio.Event()
         self._renewing = asyncio.create_task(self._renew(), name="journal-lease")
 
     async def ask(
@@ -156,7 +157,8 @@ class Writer:
 
     async def close(self) -> None:
         """Give the lease back, where it is still ours, and close the connection."""
-        self._renewing.cancel()
+        self._is_closing.set()
+        # Not cancelled: a renewal under way would take the connection with it. It has a deadline.
         await asyncio.gather(self._renewing, return_exceptions=True)
         try:
             values = {"id": self.journal_id, "epoch": self.epoch}
@@ -178,13 +180,20 @@ class Writer:
         # Without an answer the writer is lost before its lease can be another's: while nothing is appended, it would
         # go on to tell what it knows. While something is, all that it tells waits for that.
         deadline_s = min(self._place.deadline_s, (self.lease_s - pause_s) / OUR_DEADLINE)
-        while True:
-            await asyncio.sleep(pause_s)
+        while not await self._closes_within(pause_s):
             try:
                 await self.ask(renew, "the lease could not be renewed", deadline_s=deadline_s)
             except SteelyardError as error:
                 self._lose(error)
                 return
+
+    async def _closes_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._is_closing.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def _lose(self, failure: SteelyardError) -> None:
         if self._failure is None:
@@ -229,7 +238,7 @@ async def take_over(place: PostgresPlace, *, owner: str, lease_s: float, wait_s:
         waited_s = loop.time() - began_s
         if waited_s >= wait_s:
             raise DeadlineExceeded(f"the lease of {place.label} to end", (held.owner,), waited_s)
-        pause_s = min(held.left_s, lease_s / _LOOKS, wait_s - waited_s)
+        pause_s = min(held.left_s, lease_s / _LOOKS, _MAX_PAUSE_S, wait_s - waited_s)
         await asyncio.sleep(max(pause_s, _MIN_PAUSE_S))
 
 

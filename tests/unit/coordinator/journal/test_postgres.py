@@ -10,10 +10,10 @@ import psycopg
 import pytest
 
 from steelyard.coordinator import events as e
-from steelyard.coordinator.journal.base import FORMAT_VERSION, DamagedRecord, Journal
+from steelyard.coordinator.journal.base import EMPTY_HEAD, FORMAT_VERSION, DamagedRecord, Journal
 from steelyard.coordinator.journal.postgres import PostgresJournal
 from steelyard.coordinator.journal.postgres_database import PostgresPlace, connect_for_reading
-from steelyard.coordinator.journal.postgres_reader import PostgresJournalReader
+from steelyard.coordinator.journal.postgres_reader import PostgresJournalReader, RecordsOfWriter
 from steelyard.errors import ConfigError, IntegrityError, StorageFailed
 from steelyard.testing.journals import PostgresStore, closing, events, replayed, write
 from steelyard.testing.postgres import GUARDED, PASSWORD, FailingLine, PostgresServer, postgres_server
@@ -36,11 +36,17 @@ def row_held(store: PostgresStore) -> Iterator[None]:
 async def begun(store: PostgresStore, journal: Journal, count: int, start: int) -> "asyncio.Task[None]":
     """An append that waits in the server for the row."""
     appending = asyncio.create_task(journal.append(events(start, count)))
+    await until_row_is_wanted(store)
+    return appending
+
+
+async def until_row_is_wanted(store: PostgresStore) -> None:
+    """The deadline is the test's."""
     async with await psycopg.AsyncConnection.connect(store.url, autocommit=True) as connection:
         while True:
             cursor = await connection.execute("select 1 from pg_stat_activity where wait_event_type = 'Lock'")
             if await cursor.fetchone() is not None:
-                return appending
+                return
 
 
 def test_journals_of_one_database_do_not_see_each_other(postgres_store: PostgresStore) -> None:
@@ -61,16 +67,19 @@ def test_journals_of_one_database_do_not_see_each_other(postgres_store: Postgres
     asyncio.run(run())
 
 
-def test_a_journal_that_was_not_begun_is_empty_to_a_reader(postgres_store: PostgresStore) -> None:
+def test_a_journal_that_was_not_begun_is_empty_to_a_reader(postgres: PostgresServer) -> None:
+    postgres_store = PostgresStore(postgres, own_database=True)
     for _ in range(2):
         assert postgres_store.reader().head().number == 0
         assert list(postgres_store.reader().records()) == []
         asyncio.run(write(PostgresJournal(PostgresPlace(url=postgres_store.url, name="other"), owner="a"), 1))
 
 
-def test_many_coordinators_can_make_the_tables_at_once(postgres_store: PostgresStore) -> None:
+def test_many_coordinators_can_make_the_tables_at_once(postgres: PostgresServer) -> None:
+    url = postgres.new_database()
+
     async def begin(name: str) -> None:
-        place = PostgresPlace(url=postgres_store.url, name=name, deadline_s=30.0)
+        place = PostgresPlace(url=url, name=name, deadline_s=30.0)
         await write(PostgresJournal(place, owner="a"), 1)
 
     async def run() -> None:
@@ -196,10 +205,44 @@ def test_a_server_that_does_not_answer_any_more_is_given_up_at_a_deadline(
                 line.go_mute()
                 with pytest.raises(StorageFailed, match="no answer within 1 s"):
                     await journal.append(events(2, 3))
+                assert "_write" not in {getattr(task.get_coro(), "__name__", "") for task in asyncio.all_tasks()}
 
     asyncio.run(run())
     postgres_store.end_lease()
     assert replayed(postgres_store.open()) in (tuple(events(0, 2)), tuple(events(0, 5)))
+
+
+def test_a_writer_that_appends_nothing_ends_when_it_is_cut_off_from_its_database(
+    postgres_store: PostgresStore, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        async with failing_line(postgres_store, tmp_path) as line:
+            url = postgres_store.server.url(postgres_store.database, socket_directory=tmp_path)
+            place = postgres_store.place(url)
+            async with closing(postgres_store.open(place=place, lease_s=3.0)) as journal:
+                await journal.append(events(0, 2))
+                line.go_mute()
+                with pytest.raises(StorageFailed, match="the lease could not be renewed, or the answer was lost"):
+                    await journal.watch()
+
+    asyncio.run(run())
+
+
+def test_a_replay_gives_a_server_up_that_does_not_answer_any_more(
+    postgres_store: PostgresStore, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        async with failing_line(postgres_store, tmp_path) as line, closing(postgres_store.open()) as journal:
+            await journal.append(events(0, 2))
+            url = postgres_store.server.url(postgres_store.database, socket_directory=tmp_path)
+            place = postgres_store.place(url, deadline_s=1.0)
+            records = await asyncio.to_thread(RecordsOfWriter.open, place, 1, 1, EMPTY_HEAD)
+            line.go_mute()
+            with pytest.raises(StorageFailed, match="no answer within 1 s"):
+                await asyncio.to_thread(records.page, 0)
+            records.close()
+
+    asyncio.run(run())
 
 
 def test_an_append_that_the_server_cannot_do_in_time_is_undone_and_said_to_be(postgres_store: PostgresStore) -> None:
@@ -214,6 +257,20 @@ def test_an_append_that_the_server_cannot_do_in_time_is_undone_and_said_to_be(po
 
     asyncio.run(run())
     assert replayed(postgres_store.open()) == tuple(events(0, 5))
+
+
+def test_a_journal_that_is_closed_while_its_lease_is_being_renewed_gives_it_back(postgres_store: PostgresStore) -> None:
+    async def run() -> None:
+        journal = postgres_store.open(lease_s=6.0)
+        await journal.append(events(0, 2))
+        with row_held(postgres_store):
+            await until_row_is_wanted(postgres_store)
+            closing_it = asyncio.create_task(journal.close())
+            await asyncio.sleep(0)
+        await closing_it
+        await write(postgres_store.open(wait_s=0.0), 1, start=2)
+
+    asyncio.run(run())
 
 
 def test_an_append_that_is_withdrawn_ends_the_writer(postgres_store: PostgresStore) -> None:
@@ -253,7 +310,7 @@ def test_a_crash_of_the_server_loses_nothing_that_was_acknowledged(tmp_path: Pat
 
 def test_a_page_that_the_server_cannot_read_is_refused_in_the_middle_and_at_the_end() -> None:
     with postgres_server() as server:
-        stores = {place: PostgresStore(server) for place in ("middle", "end")}
+        stores = {place: PostgresStore(server, own_database=True) for place in ("middle", "end")}
         for store in stores.values():
             asyncio.run(write(store.open(), 2000))
         files = {
@@ -338,7 +395,7 @@ def test_a_database_of_another_encoding_is_refused(postgres: PostgresServer) -> 
 
 
 def test_a_server_that_does_not_sync_is_refused(postgres: PostgresServer) -> None:
-    url = postgres.new_database()
+    url = postgres.shared_database()
     with (
         postgres.option("fsync", "off"),
         pytest.raises(ConfigError, match="must name a server with fsync = on, got off"),
@@ -347,7 +404,7 @@ def test_a_server_that_does_not_sync_is_refused(postgres: PostgresServer) -> Non
 
 
 def test_commits_are_durable_where_the_default_of_the_database_is_that_they_are_not(postgres: PostgresServer) -> None:
-    store = PostgresStore(postgres)
+    store = PostgresStore(postgres, own_database=True)
     postgres.run("postgres", f"alter database {store.database} set synchronous_commit = off")
 
     async def run() -> None:
@@ -373,7 +430,7 @@ async def shown(journal: PostgresJournal, setting: str) -> str:
 
 
 def test_a_database_that_is_set_to_be_read_only_is_left_so(postgres: PostgresServer) -> None:
-    store = PostgresStore(postgres)
+    store = PostgresStore(postgres, own_database=True)
     asyncio.run(write(store.open(), 3))
     postgres.run(store.database, f"alter database {store.database} set default_transaction_read_only = on")
     with pytest.raises(StorageFailed, match="read-only transaction"):
@@ -400,22 +457,28 @@ def test_a_full_disk_is_a_storage_failure_and_leaves_what_was_there(
     assert replayed(postgres_store.open()) == tuple((big * 4)[:num_written])
 
 
-def test_a_database_that_may_only_be_read_is_a_storage_failure_for_the_writer_and_good_for_the_reader(
-    postgres: PostgresServer,
+@pytest.mark.parametrize("rights", ["select", "select, insert, update, delete"])
+def test_a_role_that_owns_nothing_can_read_and_write_with_the_rights_that_the_docs_name(
+    postgres: PostgresServer, rights: str
 ) -> None:
-    store = PostgresStore(postgres)
+    store = PostgresStore(postgres, own_database=True)
     asyncio.run(write(store.open(), 3))
-    role = f"reader_{store.database}"
+    role = f"guest_of_{store.database}"
     postgres.run(
         store.database,
         f"create role {role} login",
         f"grant usage on schema steelyard to {role}",
-        f"grant select on all tables in schema steelyard to {role}",
+        f"grant {rights} on all tables in schema steelyard to {role}",
     )
-    url = store.url.replace("//steelyard@", f"//{role}@")
-    with pytest.raises(StorageFailed, match="permission denied"):
-        replayed(open_at(url))
-    assert len(list(PostgresJournalReader(store.place(url)).records())) == 3
+    guest = store.place(store.url.replace("//steelyard@", f"//{role}@"))
+    assert len(list(PostgresJournalReader(guest).records())) == 3
+    if rights == "select":
+        with pytest.raises(StorageFailed, match="permission denied"):
+            asyncio.run(write(store.open(place=guest), 1, start=3))
+    else:
+        asyncio.run(write(store.open(place=guest), 1, start=3))
+        other = PostgresPlace(url=guest.url, name="another", deadline_s=30.0)
+        asyncio.run(write(store.open(place=other), 1))
 
 
 def test_a_reader_cannot_write(postgres_store: PostgresStore) -> None:
