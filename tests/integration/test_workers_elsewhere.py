@@ -9,6 +9,7 @@ from steelyard.coordinator import events as e
 from steelyard.run.auditing import audit_run
 from steelyard.run.directory import existing_directory
 from steelyard.testing.joined_runs import JoinedRun
+from steelyard.testing.s3_server import S3Server
 from steelyard.testing.small_runs import journal_events
 from steelyard.testing.tiny_model import write_tiny_model
 
@@ -103,3 +104,24 @@ def test_a_coordinator_that_stays_away_is_given_up_with_exit_code_3(tmp_path: Pa
             assert joined.processes[name].wait(100) == 3
             assert "steelyard: the coordinator must answer within 1 s" in joined.errors(name)
             assert "Traceback" not in joined.errors(name)
+
+
+@pytest.mark.timeout(300)
+def test_workers_and_scorers_find_the_artifacts_of_a_run_in_an_object_store(
+    tmp_path: Path, s3: S3Server, bucket: str
+) -> None:
+    policy = write_tiny_model(tmp_path / "policy")
+    blobs = {"url": f"s3://{bucket}/runs", "endpoint_url": s3.url, "region": "us-east-1"}
+    with JoinedRun(tmp_path, policy, blobs=blobs, train={"max_steps": 2}) as joined:
+
+        def on_line(line: str) -> None:
+            if " join at " in line:
+                joined.worker("w1")
+                joined.scorer("s1")
+
+        assert joined.train(on_line) == 0, joined.errors("train")
+        assert [joined.stop(name) for name in ("w1", "s1")] == [0, 0]
+    assert any("/artifacts/" in key for key in s3.keys(bucket))
+    assert not any(path.is_file() for path in (joined.run / "artifacts").rglob("*"))
+    report = audit_run(existing_directory(str(joined.run)))
+    assert report.is_passed, "\n".join(report.lines())

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import logging
 import math
 from collections.abc import Coroutine
 from pathlib import Path
@@ -13,7 +12,6 @@ import uvloop
 from steelyard import config_file
 from steelyard.config import Config
 from steelyard.errors import InputError
-from steelyard.log import log_to_stderr
 from steelyard.run.directory import existing_directory
 
 EPILOG = "exit codes: 0 told to stop, 2 bad input or no fit, 3 the coordinator is lost or the run has failed"
@@ -109,7 +107,6 @@ def read_config(options: argparse.Namespace) -> Config:
 
 def run_until_told(work: Coroutine[Any, Any, None]) -> int:
     """Run to the end; returns the exit code."""
-    log_to_stderr(logging.WARNING)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(work)
     return 0

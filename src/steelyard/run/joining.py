@@ -3,19 +3,23 @@
 import asyncio
 import contextlib
 import fcntl
+import logging
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
 from steelyard.config import BlobsConfig, Config
 from steelyard.coordinator.capability import Role, role_of, worker_of
 from steelyard.digests import digest_bytes
+from steelyard.durable import storage_errors
 from steelyard.environments.base import Environment, Services
 from steelyard.environments.registry import make_environment
 from steelyard.errors import ConfigError, InputError, Refused, StorageFailed
+from steelyard.log import log_to_file
 from steelyard.processes.supervision import end_all, supervise
 from steelyard.sandbox.function_calls import run_function_calls
 from steelyard.sandbox.registry import end_abandoned_sandboxes
@@ -25,6 +29,8 @@ from steelyard.types import Record
 
 NEWS_EVERY_S = 30.0
 _CALL_DEADLINE_S = 10.0
+_SWEPT_WITHIN_S = 3.0
+_LOOK_AGAIN_S = 0.05
 
 Value = TypeVar("Value")
 
@@ -33,9 +39,8 @@ class JoinOptions(Record, frozen=True, kw_only=True):
     """What the command line says.
 
     ``coordinators``: URLs, several where standbys may take over. ``artifacts``: where artifacts lie as this machine
-    sees it; None takes what the run says. ``home``: where notes and
-    logs are kept. ``lost_after_s``: how long the coordinator may be silent. ``drain_s``: how long work under way may go
-    on after a stop; None takes a default.
+    sees it; None takes what the run says. ``home``: where notes and logs are kept. ``lost_after_s``: how long the
+    coordinator may be silent. ``drain_s``: how long work under way may go on after a stop; None takes a default.
     """
 
     coordinators: tuple[str, ...]
@@ -113,7 +118,7 @@ def own_home(options: JoinOptions, key: str) -> Iterator[Path]:
         InputError: a process with the same key works on this machine already.
         StorageFailed: the folder cannot be made.
     """
-    name = f"{worker_of(key)}-{digest_bytes(options.coordinators[0].rstrip('/').encode())[:8]}"
+    name = f"{role_of(key)}-{worker_of(key)}-{digest_bytes(options.coordinators[0].rstrip('/').encode())[:8]}"
     home = Path(options.home).expanduser().absolute() / name
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -121,12 +126,14 @@ def own_home(options: JoinOptions, key: str) -> Iterator[Path]:
     except OSError as error:
         raise StorageFailed(f"--home must be writable, got {home}: {error.strerror}") from None
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError(
-                f"--key-file must be used by one process at a time, but {worker_of(key)} works already in {home}"
-            ) from None
+        # Whoever sweeps holds the locks of others for a moment.
+        until_s = time.monotonic() + _SWEPT_WITHIN_S
+        while not _is_taken(lock):
+            if time.monotonic() >= until_s:
+                raise InputError(
+                    f"--key-file must be used by one process at a time, but {worker_of(key)} works already in {home}"
+                )
+            time.sleep(_LOOK_AGAIN_S)
         for folder in home.parent.iterdir():
             _sweep(folder, is_ours=folder == home)
         yield home
@@ -135,12 +142,30 @@ def own_home(options: JoinOptions, key: str) -> Iterator[Path]:
 def _sweep(folder: Path, *, is_ours: bool) -> None:
     """End what the owner of a folder left, unless it is alive."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), (folder / "lock").open("rb") as lock:
-        if not is_ours:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                return
-        end_abandoned_sandboxes(folder / "sandboxes")
+        if is_ours or _is_taken(lock):
+            end_abandoned_sandboxes(folder / "sandboxes")
+
+
+def _is_taken(lock: IO[bytes]) -> bool:
+    """Whether the lock is ours now; it ends with the file, or with the process."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def own_log(home: Path) -> Iterator[Path]:
+    """Everything that is logged goes into ``log.jsonl`` of the folder: the terminal is for plain lines."""
+    path = home / "log.jsonl"
+    with storage_errors(str(path)):
+        handler = log_to_file(path)
+    try:
+        yield path
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
 
 
 def open_artifacts(url: str, settings: BlobsConfig) -> BlobStore:

@@ -11,14 +11,14 @@ from steelyard.clock import Clock
 from steelyard.errors import DeadlineExceeded, RunError
 from steelyard.harness.base import LeaseSource
 from steelyard.scoring.base import ScoreSource
-from steelyard.types import ArtifactReport, AttemptFailure, Lease, Score, ScoreJob
+from steelyard.types import ArtifactReport, AttemptFailure, Lease, Outcome, Score, ScoreJob
 
 Say = Callable[[str], None]
 Value = TypeVar("Value")
 
 
 class Patience:
-    """Keeps the time since the coordinator was heard last.
+    """Keeps the time since the first call that the coordinator did not answer; its next answer ends the silence.
 
     Args:
         lost_after_s: so long it may be silent.
@@ -29,50 +29,52 @@ class Patience:
         self._lost_after_s = lost_after_s
         self._clock = clock
         self._say = say
-        self._heard_at_s = clock.now_s()
-        self._is_silent = False
+        self._silent_since_s: float | None = None
 
-    def heard(self) -> None:
-        """It has answered."""
-        self._heard_at_s = self._clock.now_s()
-        if self._is_silent:
-            self._is_silent = False
-            self._say("the coordinator answers again")
-
-    def missed(self, error: DeadlineExceeded) -> None:
-        """It has not answered a call.
+    async def poll(self, call: Awaitable[Sequence[Value]]) -> Sequence[Value]:
+        """What a call for work gives; nothing where the coordinator is silent.
 
         Raises:
             RunError: it has been silent for too long.
         """
-        silent_s = self._clock.now_s() - self._heard_at_s
-        if silent_s >= self._lost_after_s:
-            rule = f"the coordinator must answer within {self._lost_after_s:g} s"
-            raise RunError(f"{rule}, was silent for {silent_s:.0f} s: {error}") from error
-        if not self._is_silent:
-            self._is_silent = True
-            self._say(f"the coordinator does not answer; trying for up to {self._lost_after_s:g} s: {error}")
-
-    async def poll(self, call: Awaitable[Sequence[Value]]) -> Sequence[Value]:
-        """What a call for work gives; nothing where the coordinator is silent."""
+        asked_at_s = self._clock.now_s()
         try:
             found = await call
         except DeadlineExceeded as error:
-            self.missed(error)
+            self._missed(asked_at_s, error)
             return ()
-        self.heard()
+        self._heard()
         return found
 
     async def insist(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Make a call until it is answered. It must be one that may arrive several times."""
+        """Make a call until it is answered. It must be one that may arrive several times.
+
+        Raises:
+            RunError: the coordinator has been silent for too long.
+        """
         while True:
+            asked_at_s = self._clock.now_s()
             try:
                 await call()
             except DeadlineExceeded as error:
-                self.missed(error)
+                self._missed(asked_at_s, error)
             else:
-                self.heard()
+                self._heard()
                 return
+
+    def _heard(self) -> None:
+        if self._silent_since_s is not None:
+            self._silent_since_s = None
+            self._say("the coordinator answers again")
+
+    def _missed(self, asked_at_s: float, error: DeadlineExceeded) -> None:
+        if self._silent_since_s is None:
+            self._silent_since_s = asked_at_s
+            self._say(f"the coordinator does not answer; trying for up to {self._lost_after_s:g} s: {error}")
+        silent_s = self._clock.now_s() - self._silent_since_s
+        if silent_s >= self._lost_after_s:
+            rule = f"the coordinator must answer within {self._lost_after_s:g} s"
+            raise RunError(f"{rule}, was silent for {silent_s:.0f} s: {error}") from error
 
 
 class PatientLeases:
@@ -119,7 +121,7 @@ class PatientScores:
 
     async def score(self, score: Score) -> None:
         await self._patience.insist(lambda: self._source.score(score))
-        self.num_scored += 1
+        self.num_scored += score.outcome is not Outcome.CANCELLED  # which only hands the job back
 
     async def artifact_lost(self, attempt_id: str, detail: str) -> None:
         await self._patience.insist(lambda: self._source.artifact_lost(attempt_id, detail))

@@ -54,7 +54,8 @@ async def run_scorer(config: Config, options: ScorerOptions) -> None:
     key = joining.read_key(options.key_file, Role.SCORER)
     environment = joining.make_own_environment(config)
     say = joining.Lines(f"scorer {worker_of(key)}")
-    with joining.own_home(options, key) as home:
+    with joining.own_home(options, key) as home, joining.own_log(home) as log:
+        say(f"logs to {log}")
         async with AsyncExitStack() as stack:
             scorer = await _join(config, options, key, environment, home, say, stack, stop)
             if scorer is not None:

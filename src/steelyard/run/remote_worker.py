@@ -52,7 +52,8 @@ async def run_worker(config: Config, options: WorkerOptions) -> None:
     key = joining.read_key(options.key_file, Role.WORKER)
     environment = joining.make_own_environment(config)
     say = joining.Lines(f"worker {worker_of(key)}")
-    with joining.own_home(options, key) as home:
+    with joining.own_home(options, key) as home, joining.own_log(home) as log:
+        say(f"logs to {log}")
         async with AsyncExitStack() as stack:
             worker = await _join(config, options, key, environment, home, say, stack, stop)
             if worker is not None:

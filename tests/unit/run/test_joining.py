@@ -1,6 +1,7 @@
 """Whether a worker on another machine may and can work for a run, and that it has its folder for itself."""
 
 import asyncio
+import logging
 import signal
 from pathlib import Path
 
@@ -58,6 +59,8 @@ def test_two_processes_with_one_key_do_not_work_in_one_folder_and_two_runs_do_no
         other = msgspec.structs.replace(options(tmp_path), coordinators=("http://elsewhere:1",))
         with joining.own_home(other, KEY) as second:
             assert second != home
+        with joining.own_home(options(tmp_path), RING.issue(Role.SCORER, "w1", 4e9)) as third:
+            assert third not in (home, second)
     with joining.own_home(options(tmp_path), KEY) as again:
         assert again == home
 
@@ -76,6 +79,16 @@ def test_what_a_dead_predecessor_noted_of_sandboxes_is_swept_first(tmp_path: Pat
     with joining.own_home(other, KEY):
         assert not note.exists(), "whoever starts on the machine ends it"
         assert not files.exists()
+
+
+def test_what_is_logged_goes_into_the_folder_while_the_worker_lives(tmp_path: Path) -> None:
+    logger = logging.getLogger("steelyard.somewhere")
+    with joining.own_log(tmp_path) as path:
+        logger.warning("inside")
+    logger.warning("outside")
+    text = path.read_text(encoding="utf-8")
+    assert "inside" in text
+    assert "outside" not in text
 
 
 def test_a_home_that_cannot_be_made_is_named(tmp_path: Path) -> None:

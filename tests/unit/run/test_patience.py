@@ -140,6 +140,18 @@ def test_silence_for_too_long_is_an_error_that_says_since_when() -> None:
     asyncio.run(scene())
 
 
+def test_a_long_time_in_which_nothing_was_asked_is_no_silence() -> None:
+    async def scene() -> None:
+        bench = Bench(num_silent=0)
+        await bench.leases.lease("w", 4, 0.0)
+        bench.clock.advance(100 * LOST_AFTER_S)
+        bench.silence.num_silent = 3
+        for _ in range(3):
+            assert list(await bench.leases.lease("w", 4, 0.0)) == []
+
+    asyncio.run(scene())
+
+
 def test_reports_of_finished_work_are_made_until_they_arrive_and_then_once() -> None:
     async def scene() -> None:
         for call in ("start", "artifact_ready", "score", "artifact_lost"):
@@ -154,6 +166,8 @@ def test_reports_of_finished_work_are_made_until_they_arrive_and_then_once() -> 
                 case "score":
                     await bench.scores.score(no_score(job(), Outcome.GRADER_FAILED, "v", ""))
                     assert (len(bench.jobs.scores), bench.scores.num_scored) == (1, 1)
+                    await bench.scores.score(no_score(job(), Outcome.CANCELLED, "", "handed back"))
+                    assert (len(bench.jobs.scores), bench.scores.num_scored) == (2, 1)
                 case "artifact_lost":
                     await bench.scores.artifact_lost("att_one", "gone")
                     assert bench.jobs.lost == [("att_one", "gone")]

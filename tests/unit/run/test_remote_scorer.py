@@ -56,7 +56,7 @@ def test_a_scorer_takes_jobs_says_which_artifacts_are_lost_and_stops_when_told(
 
     play(joined, scene)
     lines = capsys.readouterr().out.splitlines()
-    assert "scorer one: joined: verifier repair-1" in lines[1]
+    assert "scorer one: joined: verifier repair-1" in lines[2]
     assert lines[-1] == "scorer one: stopped"
 
 

@@ -57,7 +57,7 @@ def test_a_worker_leases_until_it_is_told_to_stop_and_says_what_it_does(
     play(joined, scene)
     lines = capsys.readouterr().out.splitlines()
     assert all(line.startswith("worker one: ") for line in lines)
-    assert "joined: environment repair 1, 64 attempts at a time" in lines[1]
+    assert "joined: environment repair 1, 64 attempts at a time" in lines[2]
     assert "told to stop; 0 attempts handed in" in lines[-2]
     assert lines[-1] == "worker one: stopped"
 
