@@ -42,7 +42,7 @@ def main() -> int:
     seeds = range(options.first, options.first + num_faults // FAULTS_PER_RUN)
     if options.postgres:
         with postgres_server() as server:
-            result = measure(seeds, lambda seed: postgres_plan(server.new_database(), f"kills {seed}"))
+            result = measure(seeds, lambda _: postgres_plan(server.new_database()))
     else:
         result = measure(seeds, lambda _: KillPlan())
     floor = tomllib.loads(FLOORS.read_text())["kills"]["min_audits_passed"]

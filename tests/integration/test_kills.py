@@ -22,7 +22,7 @@ def test_whoever_is_killed_or_stopped_the_audit_passes_and_nothing_acknowledged_
 def test_the_same_holds_on_postgres_where_a_standby_takes_the_place_of_the_coordinator(
     tmp_path: Path, postgres: PostgresServer
 ) -> None:
-    with KillRig(tmp_path, SEED, postgres_plan(postgres.new_database(), "kills")) as rig:
+    with KillRig(tmp_path, SEED, postgres_plan(postgres.new_database())) as rig:
         check(rig.run(NUM_FAULTS))
 
 

@@ -27,6 +27,7 @@ import yaml
 
 from steelyard import config_file
 from steelyard.cli.main import EXIT_RUN_FAILED
+from steelyard.clock import SystemClock
 from steelyard.coordinator import events as e
 from steelyard.coordinator.books import prompt_book
 from steelyard.coordinator.capability import Role
@@ -49,6 +50,8 @@ from steelyard.testing.kills.trainer_program import FINISH_NAME
 from steelyard.testing.small_runs import command, environment
 from steelyard.types import Record
 
+JOURNAL_NAME = "kills"
+"""Of the journal in PostgreSQL."""
 _POLL_S = 0.02
 _START_DEADLINE_S = 60.0
 _PROGRESS_DEADLINE_S = 90.0
@@ -57,7 +60,7 @@ _LEASE_S = 2.0
 _STOP_FRAC = 0.3
 _MAX_STOP_S = 1.5 * _LEASE_S
 _MAX_PROGRESS_BYTES = 20_000
-_FENCED = "taken over"
+_LOST_JOURNAL = f"steelyard: journal {JOURNAL_NAME}"
 _VICTIMS = {"coordinator": 3.0, "worker": 3.0, "scorer": 1.5, "trainer": 1.5}
 """Kinds of processes, and how often each is met."""
 
@@ -72,9 +75,9 @@ class KillPlan(Record, frozen=True, kw_only=True):
     journal: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-def postgres_plan(url: str, name: str) -> KillPlan:
-    """Two coordinators, of which one stands by, on the journal ``name`` in the database at ``url``."""
-    journal = {"kind": "postgres", "url": url, "name": name, "lease_s": _LEASE_S}
+def postgres_plan(url: str) -> KillPlan:
+    """Two coordinators, of which one stands by, on a new journal in the database at ``url``."""
+    journal = {"kind": "postgres", "url": url, "name": JOURNAL_NAME, "lease_s": _LEASE_S}
     return KillPlan(num_coordinators=2, journal=journal)
 
 
@@ -218,7 +221,7 @@ class KillRig:
             role=self._roles[name],
             run=str(self._directory.path),
             urls=tuple(f"http://127.0.0.1:{port}" for port in self._ports),
-            key=issue_key(self._directory, self._roles[name], name, time.time() + _KEY_S),
+            key=issue_key(self._directory, self._roles[name], name, SystemClock().now_s() + _KEY_S),
             notes=str(self._notes(name)),
             seed=self._draw.getrandbits(32),
             eval_task="repair/heldout/0",
@@ -230,7 +233,7 @@ class KillRig:
         return self._home / f"{name}.told"
 
     def _restart_dead(self) -> None:
-        """Whoever was killed, a trainer that gave its weights up, a coordinator whose place was taken meanwhile.
+        """Whoever was killed, a trainer that gave its weights up, a coordinator that lost its journal to a standby.
 
         Any other end is a failure.
         """
@@ -240,16 +243,17 @@ class KillRig:
                 continue
             if returncode == EXIT_DIVERGED:
                 self._faults["trainer diverged"] += 1
-            elif self._is_fenced(name, returncode):
-                self._faults["coordinator fenced"] += 1
+            elif self._has_lost_journal(name, returncode):
+                self._faults["coordinator gave way"] += 1
             elif returncode != -signal.SIGKILL:
                 self._failures.append(f"{name} ended with {returncode}: {self._tail(name)}")
             self._start(name)
 
-    def _is_fenced(self, name: str, returncode: int) -> bool:
-        """Whether a coordinator ended because a standby has its journal."""
+    def _has_lost_journal(self, name: str, returncode: int) -> bool:
+        """Whether a coordinator ended because a standby has its journal, or could have it for all that it knows."""
         has_standby = self._plan.num_coordinators > 1 and name in self._coordinators
-        return has_standby and returncode == EXIT_RUN_FAILED and _FENCED in self._tail(name)
+        said = self._tail(name).strip().rpartition("\n")[2]
+        return has_standby and returncode == EXIT_RUN_FAILED and said.startswith(_LOST_JOURNAL)
 
     # --- faults -----------------------------------------------------------------------------------
 
@@ -336,7 +340,7 @@ class KillRig:
         for name, process in self._processes.items():
             returncode = process.wait(_START_DEADLINE_S)
             # One that was just started again may not listen to signals yet.
-            is_in_order = returncode in {0, -signal.SIGTERM} or self._is_fenced(name, returncode)
+            is_in_order = returncode in {0, -signal.SIGTERM} or self._has_lost_journal(name, returncode)
             if name in self._coordinators and not is_in_order:
                 self._failures.append(f"{name} was told to stop and ended with {returncode}: {self._tail(name)}")
 
