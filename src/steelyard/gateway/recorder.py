@@ -202,13 +202,14 @@ class Recorder:
         log = self._logs.get(attempt_id)
         if log is not None:
             log.is_closed = True
+        was_closed = attempt_id in self._closed  # then its files may be gone
         self._close(attempt_id)
         if self._store.is_sealed(attempt_id):
             trace, _ = self._store.read_now(attempt_id)
             return sum(len(turn.token_ids) for turn in trace.turns)
         counted = self._ledger.recorded(attempt_id)
         held = sum(len(turn.token_ids) for turn in self._store.open_turns(attempt_id))
-        if held < counted:
+        if held < counted and not was_closed:
             _LOG.warning("open trace %s holds %d of %d recorded tokens; all are lost", attempt_id, held, counted)
         # Frames beyond the count were never recorded: a kill leaves one of them, a power cut can leave several.
         if counted:

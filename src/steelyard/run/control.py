@@ -106,7 +106,7 @@ async def _lay_foundation(context: RunContext, stack: AsyncExitStack) -> Foundat
     stores = Stores.open(directory, fault, config.blobs)
     stack.push_async_callback(stores.close)
     if stores.objects is not None:
-        stack.push_async_callback(keep_logs, stores.objects, directory, config.blobs.call_deadline_s)
+        stack.push_async_callback(keep_logs, stores.objects, directory, config.blobs.max_upload_s)
     stores.versions.sweep()
     services = EnvironmentServices(run_function=run_function_calls, call_deadline_s=config.sandbox.call_deadline_s)
     environment = make_environment(config.environment.kind, config.environment.options, services)

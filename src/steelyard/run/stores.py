@@ -76,6 +76,8 @@ class Stores:
         """
         blobs = blobs or BlobsConfig()
         objects = None if blobs.url is None else open_objects(blobs.url, blobs)
+        if isinstance(objects, LocalObjects):
+            objects.make_folder(ARTIFACT_PREFIX)  # workers elsewhere look whether they share it
         artifacts = (
             BlobStore(LocalObjects(directory.artifacts, fault, spare_younger_s=blobs.max_upload_s))
             if objects is None

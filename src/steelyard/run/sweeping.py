@@ -21,16 +21,20 @@ from steelyard.coordinator import events as e
 from steelyard.coordinator.entities import State
 from steelyard.coordinator.journal.base import JournalReader, checked_events, decode
 from steelyard.coordinator.state import apply
+from steelyard.errors import InputError
 from steelyard.processes.supervision import task_group
 from steelyard.run.directory import RunDirectory
 from steelyard.run.journals import open_journal_reader
 from steelyard.run.stores import Stores
 from steelyard.traces.durable_writer import no_fault
+from steelyard.traces.objects import ObjectStore
 from steelyard.traces.store import ARCHIVE_PREFIX
 
 logger = logging.getLogger(__name__)
 
 _DELETIONS_AT_A_TIME = 16
+_OWNER_KEY = "owner"
+"""Holds the id of the run whose blobs these are."""
 
 
 class Stored(NamedTuple):
@@ -110,9 +114,14 @@ async def sweep_blobs(
 
     Raises:
         IntegrityError: a record of the journal is no event.
+        InputError: the place outside the run directory is another run's, whose blobs would all be orphans here.
         StorageFailed: a store refused, or did not answer in time.
     """
-    known = await asyncio.to_thread(_referenced, journal)
+    run_id, known = await asyncio.to_thread(_referenced, journal)
+    if run_id is None:
+        return Swept((), ())  # nothing began, so that nothing can be told to be left over
+    if stores.objects is not None:
+        await _claim(stores.objects, run_id)
     before_s = now_s - min_age_s
     blobs = [Stored(blob.digest, blob.modified_at_s) for blob in await stores.artifacts.list()]
     artifacts = orphaned_artifacts(blobs, known, live, before_s)
@@ -178,5 +187,22 @@ async def _all(keys: Sequence[str], delete: Callable[[str], Coroutine[Any, Any, 
                 group.create_task(delete(key))
 
 
-def _referenced(journal: JournalReader) -> Referenced:
-    return referenced(decode(record.payload) for record in journal.records())
+async def _claim(objects: ObjectStore, run_id: str) -> None:
+    """Say whose the place is, where nobody has said so yet.
+
+    Raises:
+        InputError: it is another run's.
+    """
+    if not await objects.exists(_OWNER_KEY):
+        await objects.put(_OWNER_KEY, run_id.encode())
+    owner = (await objects.get(_OWNER_KEY)).decode(errors="replace")
+    if owner != run_id:
+        raise InputError(f"blobs.url must be a place of this run ({run_id}), got {objects.url} of run {owner[:80]}")
+
+
+def _referenced(journal: JournalReader) -> tuple[str | None, Referenced]:
+    """The run, None before it has begun, and what it refers to."""
+    events = (decode(record.payload) for record in journal.records())
+    first = next(events, None)
+    run_id = first.run_id if isinstance(first, e.RunStarted) else None
+    return run_id, referenced(events)

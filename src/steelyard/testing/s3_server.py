@@ -42,6 +42,10 @@ class S3Server:
             aws_secret_access_key=CREDENTIALS["AWS_SECRET_ACCESS_KEY"],
         )
 
+    def close(self) -> None:
+        """Close the connections to it."""
+        self.client.close()
+
     def make_bucket(self, name: str) -> str:
         """A new bucket; returns its URL."""
         self.client.create_bucket(Bucket=name)
@@ -85,9 +89,8 @@ def s3_server() -> Iterator[S3Server]:
             assert process.stdout is not None
             url = process.stdout.readline().strip()
             assert url.startswith("http"), "the S3 server did not start"
-            server = S3Server(url)
-            yield server
-            server.client.close()
+            with contextlib.closing(S3Server(url)) as server:
+                yield server
         finally:
             process.kill()
 

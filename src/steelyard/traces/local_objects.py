@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from steelyard.durable import storage_errors
 from steelyard.errors import IntegrityError, StorageFailed
 from steelyard.traces.durable_writer import DurableWriter, FaultHook, no_fault
 from steelyard.traces.objects import ObjectInfo, check_key
@@ -32,6 +33,16 @@ class LocalObjects:
     def url(self) -> str:
         """``file://`` and the directory."""
         return f"file://{self._root.absolute()}"
+
+    def make_folder(self, prefix: str) -> None:
+        """Make the folder of the keys that start with ``prefix``, empty.
+
+        Raises:
+            StorageFailed: the disk refuses.
+        """
+        folder = self._path(prefix.rstrip("/"))
+        with storage_errors(str(folder)):
+            folder.mkdir(parents=True, exist_ok=True)
 
     async def put(self, key: str, data: bytes) -> None:
         """Returns when the file is on the disk, under its name, after a power cut too."""

@@ -224,14 +224,19 @@ class S3Objects:
                 max_concurrency=1,
                 client_kwargs={"region_name": settings.region} if settings.region else {},
                 config_kwargs={
-                    "connect_timeout": settings.call_deadline_s,
-                    "read_timeout": settings.call_deadline_s,
+                    # Longer than ours, which is the one that decides and that is named.
+                    "connect_timeout": 2 * settings.call_deadline_s,
+                    "read_timeout": 2 * settings.call_deadline_s,
                     "max_pool_connections": _MAX_OPEN_CALLS,
                     "retries": {"total_max_attempts": 1, "mode": "standard"},
                 },
             )
             self._files.retries = 1
-        await self._files.set_session()
+        try:
+            await self._files.set_session()
+        except (boto.BotoCoreError, ValueError, OSError) as error:
+            # Of the library's own files: an unknown profile, an unreadable configuration. No server was asked.
+            raise StorageFailed(f"cannot open {self._url}: {type(error).__name__}: {error}") from None
         return self._files
 
     def _pause_s(self, num_tries: int) -> float:

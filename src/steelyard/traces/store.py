@@ -123,13 +123,15 @@ class TraceStore:
             bound_version: reported as the version of a trace in which nothing was sampled.
 
         Raises:
-            Refused: it was sealed before, with another ending (``double``).
+            Refused: it was sealed before, with another ending (``double``), or is over and forgotten (``late``).
             IntegrityError: the open trace is damaged or its turns are not 0, 1, 2, ...
             StorageFailed: disk or archive refused; the open trace is as before, and sealing may be tried again.
         """
         path = trace_path(self._sealed, attempt_id)
         if self.is_sealed(attempt_id):
-            data = await self._writer.call(path.read_bytes)
+            data = await self._file(attempt_id)
+            if data is None:
+                raise Refused("late", f"attempt {attempt_id} was sealed, and is over")
             trace, digest = decode_sealed(attempt_id, data, str(path))
             if (trace.end_reason, trace.tools) != (end_reason, tools):
                 raise Refused("double", f"{attempt_id} was sealed as {trace.end_reason}, and now as {end_reason}")
@@ -150,9 +152,12 @@ class TraceStore:
             IntegrityError: there is none, or it is not what its digest and name say.
             StorageFailed: the archive did not answer.
         """
-        if self._archive is None or self.is_sealed(attempt_id):
+        if self._archive is None:
             return await self._writer.call(lambda: self.read_now(attempt_id))
-        return await read_archived(self._archive, attempt_id)
+        data = await self._file(attempt_id)
+        if data is None:
+            return await read_archived(self._archive, attempt_id)
+        return decode_sealed(attempt_id, data, str(trace_path(self._sealed, attempt_id)))
 
     def read_now(self, attempt_id: str) -> tuple[Trace, str]:
         """As ``read``, of the file here, blocking."""
@@ -181,6 +186,14 @@ class TraceStore:
     async def close(self) -> None:
         """Finish the sealing that was begun."""
         await self._writer.close()
+
+    async def _file(self, attempt_id: str) -> bytes | None:
+        """The bytes of a sealed trace here; None where there are none, or none any more."""
+        path = trace_path(self._sealed, attempt_id)
+        try:
+            return await self._writer.call(path.read_bytes)
+        except FileNotFoundError:
+            return None
 
     def _whole_turns(self, attempt_id: str) -> tuple[Turn, ...]:
         turns = self.open_turns(attempt_id)

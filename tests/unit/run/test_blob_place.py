@@ -9,7 +9,7 @@ from steelyard.config import BlobsConfig, Config
 from steelyard.errors import ConfigError
 from steelyard.run.blob_place import check_place, keep_logs, with_own_folder
 from steelyard.run.directory import RunDirectory
-from steelyard.run.stores import artifacts_url
+from steelyard.run.stores import Stores, artifacts_url
 from steelyard.testing.s3_server import S3Server
 from steelyard.traces.local_objects import LocalObjects
 from steelyard.traces.opening import open_blob_store
@@ -57,6 +57,15 @@ def test_other_processes_find_the_artifacts_by_url(tmp_path: Path) -> None:
     assert artifacts_url(directory, BlobsConfig(url="file:///blobs/run-1/")) == "file:///blobs/run-1/artifacts"
     store = open_blob_store(artifacts_url(directory, BlobsConfig()))
     asyncio.run(store.close())
+
+
+def test_a_folder_of_artifacts_is_there_before_the_first_artifact(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.make_folders()
+    blobs = BlobsConfig(url=f"file://{tmp_path}/blobs")
+    stores = Stores.open(directory, lambda _: None, blobs)
+    assert Path(artifacts_url(directory, blobs).removeprefix("file://")).is_dir()
+    asyncio.run(stores.close())
 
 
 def test_logs_are_kept_beside_the_blobs_and_a_store_that_fails_is_only_logged(

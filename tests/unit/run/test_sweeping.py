@@ -1,5 +1,6 @@
 """The sweep takes orphans, and never what is referenced or may yet be: over random histories, and on real stores."""
 
+import asyncio
 import random
 import time
 from collections.abc import Iterable
@@ -10,12 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from steelyard.cli.main import EXIT_BAD_INPUT, EXIT_DONE, main
 from steelyard.config import BlobsConfig
 from steelyard.coordinator import events as e
 from steelyard.coordinator.entities import State
+from steelyard.coordinator.journal.memory import MemoryJournal
+from steelyard.coordinator.journal.sqlite import SqliteJournal
 from steelyard.coordinator.state import apply
 from steelyard.digests import digest_bytes
-from steelyard.run.directory import RunDirectory
+from steelyard.errors import InputError
+from steelyard.run.directory import RunDirectory, RunLock
 from steelyard.run.stores import Stores
 from steelyard.run.sweeping import (
     Stored,
@@ -26,7 +31,7 @@ from steelyard.run.sweeping import (
     sweep_blobs,
 )
 from steelyard.testing.histories import History
-from steelyard.testing.run_rig import WORKER, RunRig, play
+from steelyard.testing.run_rig import WORKER, RunRig, make_settings, play
 from steelyard.testing.s3_server import S3Server
 from steelyard.testing.traces import make_turn
 from steelyard.types import EndReason
@@ -53,14 +58,14 @@ HISTORIES = [history(seed) for seed in range(8)]
 class BlobModel:
     """What is stored while a history goes on, as workers store it.
 
-    Answers are few, so that attempts share artifacts. ``artifact_of`` renames the history's artifacts to these.
+    Answers are few enough for some attempts to share one. ``artifact_of`` gives the history's attempts these artifacts.
     """
 
     def __init__(self, events: Iterable[e.AnyEvent], seed: int) -> None:
         self.draw = random.Random(seed)
         self.traces: dict[str, float] = {}
         self.artifacts: dict[str, float] = {}
-        self.answers = [digest_bytes(b"answer %d" % number) for number in range(5)]
+        self.answers = [digest_bytes(b"answer %d" % number) for number in range(40)]
         self.artifact_of: dict[str, str] = {}
         self.num_deleted = 0
         self.events = [self._with_shared_answers(event) for event in events]
@@ -74,14 +79,14 @@ class BlobModel:
             return replace(event, artifact_digest=self.artifact_of[event.score.attempt_id])
         return event
 
-    def store(self, event: e.AnyEvent) -> None:
-        """Just before ``event``: half of the attempts store as soon as they run, long before they end.
+    def store_early(self, event: e.AnyEvent) -> None:
+        """Just after ``event``: half of the attempts store at their lease, long before they end."""
+        if isinstance(event, e.Leased) and self.draw.random() < 0.5:
+            self._put(event.attempt_id, event.at_s)
 
-        An attempt that hands in has stored by then; one that fails may have.
-        """
+    def store_late(self, event: e.AnyEvent) -> None:
+        """Just before ``event``: an attempt that hands in has stored by then; one that fails may have."""
         match event:
-            case e.Running() if self.draw.random() < 0.5:
-                self._put(event.attempt_id, event.at_s)
             case e.ArtifactReady():
                 self._put(event.report.attempt_id, event.at_s)
             case e.InfraFailed() | e.LeaseExpired() if self.draw.random() < 0.5:
@@ -128,10 +133,11 @@ def test_whenever_it_comes_a_sweep_takes_orphans_and_nothing_that_is_or_will_be_
 ) -> None:
     model, state = BlobModel(events, seed), State()
     for number, event in enumerate(model.events):
-        model.store(event)  # stored, not reported yet: the sweep may come in between
+        model.store_late(event)  # stored, not reported yet: the sweep may come in between
         if number in sweeps:
             model.sweep(model.events[:number], state, event.at_s)
         apply(state, event)
+        model.store_early(event)
     model.sweep(model.events, state, state.at_s + 10 * MAX_UPLOAD_S)
     model.check(model.events)
 
@@ -141,11 +147,12 @@ def test_histories_have_orphans_to_be_taken_and_sweeps_while_attempts_are_live()
     for events in HISTORIES:
         model, state = BlobModel(events, 0), State()
         for number, event in enumerate(model.events):
-            model.store(event)
+            model.store_late(event)
             if number % 10 == 0:
                 model.sweep(model.events[:number], state, event.at_s)
                 num_live_sweeps += bool(held_attempts(state))
             apply(state, event)
+            model.store_early(event)
         num_deleted += model.num_deleted
     assert num_live_sweeps > 100
     assert num_deleted > 100
@@ -239,3 +246,80 @@ def test_what_another_process_may_just_have_put_is_left_for_the_next_sweep(tmp_p
         await stores.close()
 
     play(scene)
+
+
+def test_a_place_of_another_run_is_never_swept(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.make_folders()
+    other = MemoryJournal()
+    begun = e.RunStarted(at_s=0.0, run_id="run_other", seed=0, config_digest="c0", rules=make_settings().rules)
+
+    async def scene(rig: RunRig) -> None:
+        stores = Stores.open(directory, lambda _: None, BlobsConfig(url=f"file://{tmp_path}/blobs"))
+        await fill(rig, stores)
+        await rig.coordinator.abandon("its worker is gone")
+        await other.append([begun])
+        now_s = time.time() + 60.0
+        assert (await sweep_blobs(rig.memory_journal, frozenset(), stores, now_s=now_s, min_age_s=0.0)).attempt_ids
+        kept = await stores.artifacts.list()
+        with pytest.raises(InputError, match=r"must be a place of this run \(run_other\), got .* of run run_rig"):
+            await sweep_blobs(other, frozenset(), stores, now_s=now_s, min_age_s=0.0)
+        assert await stores.artifacts.list() == kept
+        await stores.close()
+
+    play(scene)
+
+
+def test_before_a_run_has_begun_nothing_is_left_over(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.make_folders()
+
+    async def scenario() -> None:
+        stores = Stores.open(directory, lambda _: None)
+        await stores.artifacts.put(b"of nobody")
+        journal = MemoryJournal()
+        swept = await sweep_blobs(journal, frozenset(), stores, now_s=time.time() + 60.0, min_age_s=0.0)
+        assert swept == ((), ())
+        assert len(await stores.artifacts.list()) == 1
+        await stores.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_command_refuses_a_run_that_is_going_on_and_an_age_that_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.config.write_text("")
+    with RunLock(directory):
+        assert main(["sweep", str(tmp_path)]) == EXIT_BAD_INPUT
+    assert "in use by another run" in capsys.readouterr().err
+    for age in ("-1", "nan"):
+        assert main(["sweep", str(tmp_path), "--min-age", age]) == EXIT_BAD_INPUT
+        assert f"--min-age must be >= 0, got {float(age)}" in capsys.readouterr().err
+
+
+def test_the_command_sweeps_a_run_whose_blobs_are_in_its_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.make_folders()
+    directory.config.write_text("")
+
+    async def scenario() -> set[str]:
+        rig = await RunRig(journal=SqliteJournal(directory.journal)).start()
+        stores = Stores.open(directory, lambda _: None)
+        names = await fill(rig, stores)
+        await rig.coordinator.abandon("its worker is gone")
+        await rig.coordinator.close()
+        await stores.close()
+        return {names["done"], names["equal"]}
+
+    kept = asyncio.run(scenario())
+    assert main(["sweep", str(tmp_path)]) == EXIT_DONE
+    assert main(["sweep", str(tmp_path), "--min-age", "0"]) == EXIT_DONE
+    assert capsys.readouterr().out.splitlines() == [
+        "deleted 4 traces and 0 artifacts",
+        "deleted 0 traces and 2 artifacts",
+    ]
+    assert {path.name for path in (directory.traces / "sealed").iterdir()} == kept

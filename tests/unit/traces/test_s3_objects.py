@@ -216,6 +216,20 @@ def test_no_credentials_at_all_are_named_as_the_reason(
     play(s3, bucket, scene)
 
 
+def test_a_profile_that_the_library_does_not_know_is_a_typed_error(
+    s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+
+    async def scenario() -> None:
+        store = S3Objects(f"s3://{bucket}/run", s3.settings())
+        with pytest.raises(StorageFailed, match=rf"cannot open s3://{bucket}/run: ProfileNotFound.*nobody"):
+            await store.put("key", DATA)
+        await store.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_listing_goes_on_behind_its_first_thousand_keys(s3: S3Server, bucket: str) -> None:
     names = [f"artifacts/{number:05d}" for number in range(1050)]
 
@@ -229,6 +243,17 @@ def test_a_listing_goes_on_behind_its_first_thousand_keys(s3: S3Server, bucket: 
         assert len(bench.proxy.requests) == 3, "two pages, the second of them asked for twice"
 
     play(s3, bucket, scene)
+
+
+def test_a_store_may_be_a_whole_bucket(s3: S3Server, bucket: str) -> None:
+    async def scenario() -> None:
+        store = S3Objects(f"s3://{bucket}", s3.settings())
+        await store.put("traces/att_1", DATA)
+        assert s3.keys(bucket) == ["traces/att_1"]
+        assert [info.key for info in await store.list("traces/")] == ["traces/att_1"]
+        await store.close()
+
+    asyncio.run(scenario())
 
 
 def test_more_callers_than_connections_are_all_served(s3: S3Server, bucket: str) -> None:

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -254,10 +255,14 @@ class Archive(LocalObjects):
         await super().put(key, data)
 
 
-def play_archived(tmp_path: Path, scene: Callable[[TraceStore, Archive], Awaitable[None]]) -> None:
+def play_archived(
+    tmp_path: Path,
+    scene: Callable[[TraceStore, Archive], Awaitable[None]],
+    before_seal: Callable[[], None] | None = None,
+) -> None:
     async def scenario() -> None:
         archive = Archive(tmp_path / "archive")
-        store = TraceStore(tmp_path / "traces", archive=archive)
+        store = TraceStore(tmp_path / "traces", before_seal=before_seal, archive=archive)
         await scene(store, archive)
         await store.close()
         await archive.close()
@@ -297,6 +302,31 @@ def test_where_the_archive_fails_the_open_trace_stays_and_sealing_again_mends_it
             await store.seal("att_a", EndReason.SUBMITTED, (), 0)  # whether it is there is the archive's word alone
 
     play_archived(tmp_path, scene)
+
+
+def test_a_trace_that_is_forgotten_while_it_is_being_read_is_read_from_the_archive(tmp_path: Path) -> None:
+    entered, gate = threading.Event(), threading.Event()
+    gate.set()
+
+    def disk_waits() -> None:
+        entered.set()
+        gate.wait(20)
+
+    async def scene(store: TraceStore, archive: Archive) -> None:
+        store.append(TURNS[0])
+        sealed = await store.seal("att_a", EndReason.SUBMITTED, (), 0)
+        gate.clear()
+        entered.clear()
+        other = asyncio.create_task(store.seal("att_b", EndReason.SUBMITTED, (), 0))
+        await asyncio.to_thread(entered.wait, 20)
+        forgetting = asyncio.create_task(store.forget("att_a"))
+        reading = asyncio.create_task(store.read("att_a"))
+        asyncio.get_running_loop().call_soon(gate.set)  # behind the first steps of both
+        assert (await reading)[1] == sealed.digest
+        await forgetting
+        await other
+
+    play_archived(tmp_path, scene, disk_waits)
 
 
 def test_without_an_archive_nothing_is_forgotten(tmp_path: Path) -> None:
