@@ -53,6 +53,7 @@ from steelyard.coordinator.service import Coordinator
 from steelyard.ids import RandomIds
 from steelyard.metrics import Counters
 from steelyard.processes.garbage import collect_rarely
+from steelyard.processes.http_failures import Failed
 from steelyard.tasks.sampler import ShuffledStream
 from steelyard.testing.postgres import PostgresServer, missing, postgres_server
 from steelyard.testing.run_rig import make_manifest, make_proof, make_score
@@ -157,7 +158,7 @@ class CallConnection:
         if not head.startswith(b"HTTP/1.1 200"):
             raise RuntimeError(f"the coordinator answered {head!r} {content!r}")
         results = [answer.result for answer in _DECODER.decode(content).answers]
-        failures = [result for result in results if isinstance(result, p.Failed)]
+        failures = [result for result in results if isinstance(result, Failed)]
         if failures:
             raise RuntimeError(f"the coordinator answered {failures[0]}")
         return results

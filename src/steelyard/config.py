@@ -176,7 +176,7 @@ class ScoringConfig(Section, frozen=True, kw_only=True):
     """
 
     num_workers: int = 1
-    concurrency: int = 8
+    concurrency: int = 4
     deadline_s: float = 20.0
     max_attempts: int = 3
     alarm_failure_frac: float = 0.1

@@ -8,10 +8,9 @@ error that repeating cannot mend. *Produces* the result, or the server's error a
 """
 
 import asyncio
-import logging
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -24,16 +23,16 @@ from steelyard.errors import DeadlineExceeded, InputError, Refused, RemoteFailed
 from steelyard.ids import IdSource
 from steelyard.metrics import Counters
 from steelyard.processes import frames
+from steelyard.processes.http_failures import Failed
+from steelyard.processes.http_requests import TRY_AGAIN, HttpRequests, RetrySettings, Sleep
 from steelyard.types import ArtifactReport, AttemptFailure, Lease, Record, Score, ScoreJob
 
-_LOG = logging.getLogger(__name__)
 _ENCODER = msgspec.msgpack.Encoder()
 _REPLY = msgspec.msgpack.Decoder(p.CallReply)
-_FAILED = msgspec.msgpack.Decoder(p.Failed)
-_TRY_AGAIN = frozenset({408, 429, 500, 502, 503, 504})
+_TRY_AGAIN = TRY_AGAIN | {500}
+"""A fault of the server may have hit another call of the request; a repetition has its effect once."""
 
 ResultT = TypeVar("ResultT", bound=p.Result)
-Sleep = Callable[[float], Awaitable[None]]
 
 
 class ClientSettings(Record, frozen=True, kw_only=True):
@@ -49,6 +48,15 @@ class ClientSettings(Record, frozen=True, kw_only=True):
     max_backoff_s: float = 2.0
     max_requests: int = 4
     max_calls_per_request: int = p.MAX_CALLS
+
+    def of_requests(self) -> RetrySettings:
+        """Those for one request."""
+        return RetrySettings(
+            deadline_s=self.call_deadline_s,
+            try_deadline_s=self.try_deadline_s,
+            backoff_s=self.backoff_s,
+            max_backoff_s=self.max_backoff_s,
+        )
 
 
 class _Pending:
@@ -91,12 +99,21 @@ class CoordinatorClient:
         urls = (url,) if isinstance(url, str) else tuple(url)
         if not urls:
             raise InputError("url: must name at least one coordinator, got none")
-        self._urls = deque(base.rstrip("/") + p.CALLS_PATH for base in urls)
-        self._key = key
-        self._counters = counters
-        self._draw = draw
         self._settings = settings or ClientSettings()
-        self._sleep = sleep
+        self._requests = HttpRequests(
+            [base.rstrip("/") for base in urls],
+            "coordinator",
+            {
+                "Authorization": f"Bearer {key}",
+                p.VERSION_HEADER: str(p.PROTOCOL_VERSION),
+                "Content-Type": p.CONTENT_TYPE,
+            },
+            counters=counters,
+            draw=draw,
+            settings=self._settings.of_requests(),
+            sleep=sleep,
+            try_again=_TRY_AGAIN,
+        )
         self._http: aiohttp.ClientSession | None = None
         self._calls = _Numbering(ids.new("ses"))
         self._polls = _Numbering(ids.new("ses"))
@@ -107,14 +124,8 @@ class CoordinatorClient:
         self._jobs: dict[str, str] = {}
 
     async def __aenter__(self) -> Self:
-        headers = {
-            "Authorization": f"Bearer {self._key}",
-            p.VERSION_HEADER: str(p.PROTOCOL_VERSION),
-            "Content-Type": p.CONTENT_TYPE,
-        }
         # Deadlines are set for each request; the number of connections is bounded by that of the requests.
         self._http = aiohttp.ClientSession(
-            headers=headers,
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None),
             auto_decompress=False,
@@ -201,15 +212,6 @@ class CoordinatorClient:
         result = await (self._call(call) if wait_s is None else self._poll(call, wait_s))
         return _expect(kind, result)
 
-    @property
-    def _url(self) -> str:
-        return self._urls[0]
-
-    def _try_next(self, failed: str) -> None:
-        """Leave a URL that failed, unless another request has done so already."""
-        if self._urls[0] == failed:
-            self._urls.rotate(-1)
-
     def _require_own(self, worker_id: str) -> None:
         if worker_id != self.worker_id:
             raise InputError(f"worker_id: must be {self.worker_id}, whom the key names, got {worker_id}")
@@ -244,7 +246,7 @@ class CoordinatorClient:
             async with asyncio.timeout(deadline_s):
                 return await pending.done
         except TimeoutError:
-            raise DeadlineExceeded("an answer of the coordinator", (self._url,), deadline_s) from None
+            raise DeadlineExceeded("an answer of the coordinator", (self._requests.url,), deadline_s) from None
 
     async def _poll(self, call: p.Call, wait_s: float) -> p.Result:
         """A poll has a request and a numbering of its own, so that it holds up nothing else."""
@@ -290,53 +292,13 @@ class CoordinatorClient:
             DeadlineExceeded: no answer in time; names the last failure.
             SteelyardError: the request was refused as a whole, by the error's own type.
         """
-        limit_s, data = self._settings.call_deadline_s + wait_s, _ENCODER.encode(request)
-        failure, num_tries = "no answer", 0
-        try:
-            async with asyncio.timeout(limit_s):
-                while True:
-                    url = self._url
-                    outcome = await self._try(url, data, self._settings.try_deadline_s + wait_s)
-                    if not isinstance(outcome, str):
-                        return _in_order(request, outcome)
-                    failure, num_tries = outcome, num_tries + 1
-                    self._counters.add("coordinator_client.retried")
-                    _LOG.info("%s: try %d failed: %s", url, num_tries, failure)
-                    self._try_next(url)
-                    await self._sleep(self._backoff_s(num_tries))
-        except TimeoutError:
-            what = f"an answer of the coordinator ({failure})"
-            raise DeadlineExceeded(what, tuple(sorted(self._urls)), limit_s) from None
-
-    async def _try(self, url: str, data: bytes, limit_s: float) -> p.CallReply | str:
-        """One try: the reply, or why it should be tried again."""
         assert self._http is not None, "the client must be entered before it is used"
-        timeout = aiohttp.ClientTimeout(total=limit_s)
+        url = self._requests.url
+        data = await self._requests.send(self._http, "POST", p.CALLS_PATH, _ENCODER.encode(request), wait_s=wait_s)
         try:
-            async with self._http.post(url, data=data, timeout=timeout, allow_redirects=False) as response:
-                body = await response.read()
-                status = response.status
-        except (aiohttp.ClientError, OSError) as error:
-            # OSError includes the deadline of the try.
-            return f"{type(error).__name__}: {error}"
-        if status in _TRY_AGAIN:
-            return f"status {status}: {self._failure(url, status, body)}"
-        if status != 200:
-            raise self._failure(url, status, body)
-        try:
-            return _REPLY.decode(body)
+            return _in_order(request, _REPLY.decode(data))
         except msgspec.MsgspecError as error:
             raise RemoteFailed(f"{url} must answer with a CallReply: {error}") from error
-
-    def _failure(self, url: str, status: int, body: bytes) -> SteelyardError:
-        try:
-            return _error(_FAILED.decode(body))
-        except msgspec.MsgspecError:
-            return RemoteFailed(f"{url} answered with status {status}, which is no answer of a coordinator")
-
-    def _backoff_s(self, num_tries: int) -> float:
-        longest_s = min(self._settings.max_backoff_s, self._settings.backoff_s * 2.0 ** min(num_tries - 1, 30))
-        return longest_s * (1.0 - 0.5 * self._draw.random())
 
 
 class _Numbering:
@@ -403,11 +365,11 @@ def _expect(kind: type[ResultT], result: p.Result) -> ResultT:
     """The result of the kind that the call has; the error where it failed."""
     if isinstance(result, kind):
         return result
-    if isinstance(result, p.Failed):
+    if isinstance(result, Failed):
         raise _error(result)
     raise RemoteFailed(f"the result must be {kind.__name__}, got {type(result).__name__}")
 
 
-def _error(failed: p.Failed) -> SteelyardError:
+def _error(failed: Failed) -> SteelyardError:
     body = frames.ErrorBody(reason=failed.reason, message=failed.message)
     return frames.error_of(failed.kind, body, "the coordinator", "a call")

@@ -15,6 +15,7 @@ from steelyard.coordinator import trainer_calls as t
 from steelyard.coordinator.capability import Role
 from steelyard.coordinator.protocol_fields import Count, Id, Number, Seconds
 from steelyard.errors import InputError
+from steelyard.processes.http_failures import Failed
 from steelyard.types import ArtifactReport, AttemptFailure, Lease, Outcome, Record, Score, ScoreJob
 
 PROTOCOL_VERSION = 2
@@ -154,17 +155,6 @@ class Jobs(Record, frozen=True, kw_only=True, tag_field="result", tag="jobs"):
     """Artifacts to score; may be none."""
 
     jobs: tuple[ScoreJob, ...]
-
-
-class Failed(Record, frozen=True, kw_only=True, tag_field="result", tag="failed"):
-    """The call, or the whole request, was refused or failed.
-
-    ``kind`` is the name of an error in ``steelyard.errors``; ``reason`` is set where it is ``Refused``.
-    """
-
-    kind: str
-    reason: str
-    message: str
 
 
 Result: TypeAlias = Done | Leased | Lost | Jobs | Failed | t.TrainerResult

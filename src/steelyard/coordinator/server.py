@@ -33,6 +33,7 @@ from steelyard.errors import (
 )
 from steelyard.metrics import Counters
 from steelyard.processes import frames
+from steelyard.processes.http_failures import Failed, HttpError
 from steelyard.processes.http_port import HttpPort, PortOptions, bearer_key
 from steelyard.types import Record
 
@@ -60,15 +61,6 @@ class ServerLimits(Record, frozen=True, kw_only=True):
     answer_deadline_s: float = 30.0
     write_deadline_s: float = 30.0
     shutdown_s: float = 5.0
-
-
-class HttpError(Exception):
-    """An answer to a whole request: none of its calls was looked at, or their answers are not there yet."""
-
-    def __init__(self, status: int, error: SteelyardError) -> None:
-        self.status = status
-        self.error = error
-        super().__init__(str(error))
 
 
 class CoordinatorServer:
@@ -194,7 +186,7 @@ class CoordinatorServer:
         answers = tuple([p.Answer(sequence=n, result=self._result(call, failure)) for n, call in entered])
         return _packed(p.CallReply(answers=answers))
 
-    def _enter(self, session: Session, numbered: p.NumberedCall, perform: Perform) -> OpenCall | p.Failed:
+    def _enter(self, session: Session, numbered: p.NumberedCall, perform: Perform) -> OpenCall | Failed:
         """The call, begun or found; else what is wrong with its number. Calls begin in their order."""
         try:
             open_call, is_repeated = session.enter(numbered, perform)
@@ -318,8 +310,8 @@ class CoordinatorServer:
             return error
         return None
 
-    def _result(self, call: OpenCall | p.Failed, failure: BaseException | None) -> p.Result:
-        if isinstance(call, p.Failed):
+    def _result(self, call: OpenCall | Failed, failure: BaseException | None) -> p.Result:
+        if isinstance(call, Failed):
             return call
         outcome = call.outcome
         if isinstance(outcome, Uncommitted):
@@ -390,17 +382,17 @@ def _require_version(version: str | None) -> None:
         )
 
 
-def _failed(error: BaseException) -> p.Failed:
+def _failed(error: BaseException) -> Failed:
     kind, body = frames.describe(error)
-    return p.Failed(kind=kind, reason=body.reason, message=body.message)
+    return Failed(kind=kind, reason=body.reason, message=body.message)
 
 
-def _told(error: BaseException, worker_id: str) -> p.Failed:
+def _told(error: BaseException, worker_id: str) -> Failed:
     """What a call that failed tells its client, who must learn of any failure; what is a fault of ours is logged."""
     if isinstance(error, SteelyardError):
         return _failed(error)
     _LOG.error("a call of %s failed", worker_id, exc_info=error)
-    return p.Failed(kind="InternalError", reason="", message="the coordinator failed")
+    return Failed(kind="InternalError", reason="", message="the coordinator failed")
 
 
 def _packed(record: Record, status: int = 200) -> web.Response:

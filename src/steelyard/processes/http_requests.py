@@ -18,7 +18,8 @@ from steelyard.processes.http_failures import failure_of
 from steelyard.types import Record
 
 _LOG = logging.getLogger(__name__)
-_TRY_AGAIN = frozenset({408, 429, 502, 503, 504})
+TRY_AGAIN = frozenset({408, 429, 502, 503, 504})
+"""Statuses that say nothing about the request itself."""
 
 Sleep = Callable[[float], Awaitable[None]]
 
@@ -50,6 +51,7 @@ class HttpRequests:
         headers: of every request.
         draw: of the random share of the back-off.
         sleep: how the back-off is waited out.
+        try_again: statuses after which a request is repeated.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class HttpRequests:
         draw: random.Random,
         settings: RetrySettings | None = None,
         sleep: Sleep = asyncio.sleep,
+        try_again: frozenset[int] = TRY_AGAIN,
     ) -> None:
         self._urls = deque((url,) if isinstance(url, str) else url)
         self._peer = peer
@@ -70,51 +73,70 @@ class HttpRequests:
         self._draw = draw
         self._settings = settings or RetrySettings()
         self._sleep = sleep
+        self._try_again = try_again
 
-    async def send(self, http: aiohttp.ClientSession, method: str, path: str, body: bytes | None = None) -> bytes:
+    @property
+    def url(self) -> str:
+        """The server that is asked next."""
+        return self._urls[0]
+
+    async def send(
+        self, http: aiohttp.ClientSession, method: str, path: str, body: bytes | None = None, *, wait_s: float = 0.0
+    ) -> bytes:
         """The body of the answer.
+
+        Args:
+            wait_s: how long the server may wait before it answers; comes on top of the deadlines.
 
         Raises:
             DeadlineExceeded: no answer in time; names the last failure.
             SteelyardError: what the server said, by its own type.
         """
-        limit_s, failure, num_tries = self._settings.deadline_s, "no answer", 0
+        limit_s, failure, num_tries = self._settings.deadline_s + wait_s, "no answer", 0
         try:
             async with asyncio.timeout(limit_s):
                 while True:
-                    outcome = await self._try(http, method, path, body)
+                    url = self.url
+                    outcome = await self._try(http, method, url + path, body, self._settings.try_deadline_s + wait_s)
                     if isinstance(outcome, bytes):
                         return outcome
                     failure, num_tries = outcome, num_tries + 1
-                    _LOG.info("%s%s: try %d failed: %s", self._urls[0], path, num_tries, failure)
-                    self._urls.rotate(-1)
+                    _LOG.info("%s%s: try %d failed: %s", url, path, num_tries, failure)
+                    self._try_next(url)
                     self._counters.add(f"{self._peer}_client.retried")
                     await self._sleep(self._settings.wait_s(num_tries, self._draw))
         except TimeoutError:
             what = f"an answer of the {self._peer} ({failure})"
             raise DeadlineExceeded(what, tuple(sorted(self._urls)), limit_s) from None
 
-    async def _try(self, http: aiohttp.ClientSession, method: str, path: str, body: bytes | None) -> bytes | str:
+    def _try_next(self, failed: str) -> None:
+        """Turn to the next server, unless another request that failed has done so."""
+        if self.url == failed:
+            self._urls.rotate(-1)
+
+    async def _try(
+        self, http: aiohttp.ClientSession, method: str, url: str, body: bytes | None, limit_s: float
+    ) -> bytes | str:
         """One try: the answer's body, or why it should be tried again."""
-        timeout = aiohttp.ClientTimeout(total=self._settings.try_deadline_s)
+        timeout = aiohttp.ClientTimeout(total=limit_s)
         try:
             async with http.request(
-                method, self._urls[0] + path, data=body, headers=self._headers, timeout=timeout, allow_redirects=False
+                method, url, data=body, headers=self._headers, timeout=timeout, allow_redirects=False
             ) as response:
                 data, status = await response.read(), response.status
         except aiohttp.InvalidURL:
-            raise InputError(f"the URL of the {self._peer} must be http://HOST:PORT, got {self._urls[0]}") from None
+            raise InputError(f"the URL of the {self._peer} must be http://HOST:PORT, got {url}") from None
         except (aiohttp.ClientError, OSError) as error:
             # OSError includes the deadline of the try.
             return f"{type(error).__name__}: {error}"
         if status == 200:
             return data
-        if status in _TRY_AGAIN:
-            return f"status {status}: {self._failure(status, data)}"
-        raise self._failure(status, data)
+        if status in self._try_again:
+            return f"status {status}: {self._failure(url, status, data)}"
+        raise self._failure(url, status, data)
 
-    def _failure(self, status: int, data: bytes) -> SteelyardError:
+    def _failure(self, url: str, status: int, data: bytes) -> SteelyardError:
         failure = failure_of(data, f"the {self._peer}", "a request")
         if failure is None:
-            return RemoteFailed(f"{self._urls[0]} answered with status {status}, which is no answer of a {self._peer}")
+            return RemoteFailed(f"{url} answered with status {status}, which is no answer of a {self._peer}")
         return failure

@@ -38,7 +38,6 @@ from steelyard.scoring.worker import ScoringWorker
 from steelyard.scoring.worker import WorkerSettings as ScoringSettings
 from steelyard.traces.store import TraceStore
 
-_GRADINGS_PER_SCORER = 4
 _SECRET_BYTES = 32
 
 
@@ -263,7 +262,7 @@ def grader_settings(config: Config, grader: Grader, num_workers: int) -> PoolSet
     """The pool of ``num_workers`` processes that grade as ``grader`` does."""
     return PoolSettings(
         num_workers=num_workers,
-        concurrency=_GRADINGS_PER_SCORER,
+        concurrency=config.scoring.concurrency,
         deadline_s=config.scoring.deadline_s,
         verifier_version=grader.verifier_version,
         is_deterministic=grader.deterministic,

@@ -14,6 +14,7 @@ from steelyard.coordinator import protocol as p
 from steelyard.coordinator import trainer_calls as t
 from steelyard.coordinator.records import BatchMember, BatchPlan, EvaluationResult, PendingStep, VersionInfo
 from steelyard.errors import InputError
+from steelyard.processes.http_failures import Failed
 from steelyard.testing.run_rig import make_manifest, make_proof
 from steelyard.types import (
     ArtifactReport,
@@ -170,7 +171,7 @@ RESULT = TRAINER_RESULT | st.one_of(
     of(p.Leased, leases=st.lists(LEASE, max_size=2).map(tuple)),
     of(p.Lost, attempt_ids=MANY),
     of(p.Jobs, jobs=st.lists(JOB, max_size=2).map(tuple)),
-    of(p.Failed, kind=NAMES, reason=NAMES, message=NAMES),
+    of(Failed, kind=NAMES, reason=NAMES, message=NAMES),
 )
 NUMBERED = of(p.NumberedCall, sequence=NUMBERS, call=CALL)
 REQUEST = of(

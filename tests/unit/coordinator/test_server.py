@@ -15,6 +15,7 @@ from steelyard.coordinator.events import Running
 from steelyard.coordinator.server import CoordinatorServer, ServerLimits
 from steelyard.errors import InputError, JournalFenced, StorageFailed
 from steelyard.metrics import Counters
+from steelyard.processes.http_failures import Failed
 from steelyard.testing.coordinator_server import ServedRig, serve
 from steelyard.testing.manual_clock import settle
 from steelyard.testing.run_rig import SCORER, WORKER, RunRig
@@ -42,7 +43,7 @@ async def post(
         http.post(served.proxy.upstream + path, data=body, headers=present) as response,
     ):
         data = await response.read()
-        kind = p.CallReply if response.status == 200 else p.Failed
+        kind = p.CallReply if response.status == 200 else Failed
         return response.status, msgspec.msgpack.decode(data, type=kind)
 
 
