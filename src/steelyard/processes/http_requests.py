@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import aiohttp
 
-from steelyard.errors import DeadlineExceeded, InputError, RemoteFailed, SteelyardError
+from steelyard.errors import DeadlineExceeded, InputError, RemoteFailed, RunError, SteelyardError
 from steelyard.metrics import Counters
 from steelyard.processes.http_failures import failure_of
 from steelyard.types import Record
@@ -118,6 +118,8 @@ class HttpRequests:
         self, http: aiohttp.ClientSession, method: str, url: str, body: bytes | None, limit_s: float
     ) -> bytes | str:
         """One try: the answer's body, or why it should be tried again."""
+        if http.closed:
+            raise RunError(f"the client of the {self._peer} was closed")
         timeout = aiohttp.ClientTimeout(total=limit_s)
         try:
             async with http.request(

@@ -15,6 +15,7 @@ from steelyard.errors import (
     ProtocolMismatch,
     Refused,
     RemoteFailed,
+    RunError,
     StorageFailed,
 )
 from steelyard.metrics import Counters
@@ -117,6 +118,29 @@ def test_a_url_that_is_none_is_an_error_at_once() -> None:
         async with aiohttp.ClientSession() as http:
             with pytest.raises(InputError, match="the URL of the server must be"):
                 await requests.send(http, "GET", "/")
+
+    asyncio.run(run())
+
+
+def test_closing_the_session_ends_a_request_that_is_under_way() -> None:
+    is_asked = asyncio.Event()
+
+    async def silent(_: web.BaseRequest) -> web.StreamResponse:
+        is_asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    async def run() -> None:
+        port = HttpPort(silent, PortOptions(field="p", host="127.0.0.1", port=0, max_body_bytes=9, shutdown_s=0.1))
+        url = await port.start()
+        http = aiohttp.ClientSession()
+        requests = HttpRequests(url, "server", {}, counters=Counters(), draw=random.Random(0))
+        sending = asyncio.create_task(requests.send(http, "GET", "/"))
+        await is_asked.wait()
+        await http.close()
+        with pytest.raises(RunError, match="the client of the server was closed"):
+            await sending
+        await port.stop()
 
     asyncio.run(run())
 
