@@ -14,7 +14,7 @@ from steelyard.coordinator.leases import Leases
 from steelyard.coordinator.records import PendingStep, VersionInfo
 from steelyard.coordinator.retry_rules import Ending
 from steelyard.coordinator.transitions import VersionState
-from steelyard.errors import DeadlineExceeded, IllegalTransition
+from steelyard.errors import DeadlineExceeded, IllegalTransition, RunError
 from steelyard.types import LoadProof, Manifest, Purpose
 
 _HELD = (VersionState.LOADED, VersionState.READY)
@@ -140,6 +140,10 @@ class Versions:
             yield
         finally:
             self._reading[version] -= 1
+            # Nothing else may happen that would look again. A run that has failed says so to everybody else.
+            with contextlib.suppress(RunError):
+                self._core.check()
+                self.release()
             self._core.progress.notify()
 
     def orphan(self, version: int, reason: str) -> tuple[int, ...]:
