@@ -19,6 +19,8 @@ from steelyard.types import Record
 QUICK = "builtin:quick"
 EXERCISE_FRAC = 0.6
 _BUILD_DEADLINE_S = 600.0
+_ENOUGH_FRAC = 0.8
+"""A warm-up that was cut after this share of its steps ends hardly weaker: see docs/learning.md."""
 _NEEDED_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 OnProgress = Callable[[WarmUpProgress], None]
@@ -147,7 +149,7 @@ async def prepare_policy(
             )
             report = await client.call_streaming(BUILD, request, on_progress, deadline_s=_BUILD_DEADLINE_S)
             await client.close()
-            if report.is_early:
+            if report.num_steps < _ENOUGH_FRAC * recipe.num_steps:
                 on_note(early_note(report, recipe.num_steps, policies / key))
         finally:
             await child.stop(config.runtime.stop_deadline_s)

@@ -46,7 +46,7 @@ class QuickPolicyRecipe(Record, frozen=True, kw_only=True):
     num_kv_heads: int = 1
     head_dim: int = 32
     max_context_tokens: int = 2048
-    num_steps: int = 700
+    num_steps: int = 850
     batch_tokens: int = 2048
     learning_rate: float = 3e-3
     matrix_rate: float = 0.02

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from steelyard.environments.repair.execution import run_known
+from steelyard.environments.repair.execution import known_function, run_known
 from steelyard.environments.repair.inputs import LETTERS, make_input
 from steelyard.environments.repair.mutations import Mutant, MutationKind, apply_mutant, find_mutants
 from steelyard.environments.repair.template import Template
@@ -105,7 +105,15 @@ def failing_cases(variant_key: tuple[str, tuple[tuple[str, str], ...]], mutant_i
     A good bug ends quickly, mostly returns something, and is wrong on several inputs.
     """
     variant = make_variant(*variant_key)
-    lines = apply_mutant(variant.lines, variant.mutants[mutant_index])
+    return wrong_cases(variant, apply_mutant(variant.lines, variant.mutants[mutant_index]))
+
+
+def wrong_cases(variant: Variant, lines: tuple[str, ...]) -> tuple[int, ...]:
+    """Positions in the pool where ``lines`` are wrong; empty where they hold no good bug, or are no Python."""
+    try:
+        known_function(lines)
+    except SyntaxError:
+        return ()
     results = run_known(lines, [case.arguments for case in variant.pool])
     num_raising = sum(result.status is CallStatus.RAISED for result in results)
     if any(result.status is CallStatus.TIMED_OUT for result in results):

@@ -18,6 +18,7 @@ from steelyard.environments.base import ToolOutcome
 from steelyard.environments.repair.catalogue import passes, seed_of, texts_by_line
 from steelyard.environments.repair.environment import task_messages
 from steelyard.environments.repair.execution import run_known
+from steelyard.environments.repair.foreign_lines import with_foreign_bug
 from steelyard.environments.repair.generator import TRAIN, RepairTask, make_task, make_task_id, parse_task_id
 from steelyard.environments.repair.state import TOOLS, PublicTask, RepairState, ReplaceLine, ToolName
 from steelyard.environments.repair.template import rename
@@ -44,17 +45,19 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         submit_untested: hands in right after an edit.
         give_up: hands in though tests fail.
         bad_call: makes an invalid call instead of what it wanted to do.
+        foreign_bug: the function it is given has a line from elsewhere instead of a bug of a trained kind.
     """
 
     test_first: Frac = 0.8
     habit_line: Frac = 0.25
     other_line: Frac = 0.1
-    copied_text: Frac = 0.75
+    copied_text: Frac = 0.8
     wrong_text: Frac = 0.05
     damage: Frac = 0.2
     submit_untested: Frac = 0.15
     give_up: Frac = 0.6
     bad_call: Frac = 0.03
+    foreign_bug: Frac = 0.5
 
 
 class Demonstration(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +77,8 @@ def demonstrations(seed: int, mixture: Mixture, max_turns: int = 6) -> Iterator[
     rng = random.Random(seed_of("demonstrations", seed))
     while True:
         task = make_task(make_task_id(TRAIN, rng.randrange(1 << 30)))
+        if rng.random() < mixture.foreign_bug:
+            task = with_foreign_bug(task, rng)
         yield demonstrate(task, rng, mixture, max_turns)
 
 

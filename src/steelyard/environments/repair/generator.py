@@ -98,7 +98,8 @@ def make_task(task_id: str) -> RepairTask:
     variant, mutant_index = _draw_bug(split, rng)
     mutant = variant.mutants[mutant_index]
     words = {name: NAMES[name][rng.randrange(len(NAMES[name]))] for name in variant.template.names()}
-    visible, hidden = _draw_tests(variant, mutant_index, rng)
+    wrong = failing_cases((variant.template.name, variant.constants), mutant_index)
+    visible, hidden = draw_tests(variant, wrong, rng)
     return RepairTask(
         task_id=task_id,
         template=variant.template.name,
@@ -130,9 +131,11 @@ def _draw_bug(split: str, rng: random.Random) -> tuple[Variant, int]:
             return variant, good[rng.randrange(len(good))]
 
 
-def _draw_tests(variant: Variant, mutant_index: int, rng: random.Random) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
-    """Visible and hidden tests, disjoint; the bug fails at least one of each."""
-    failing = list(failing_cases((variant.template.name, variant.constants), mutant_index))
+def draw_tests(
+    variant: Variant, wrong: tuple[int, ...], rng: random.Random
+) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
+    """Visible and hidden tests, disjoint; the bug is wrong in the cases ``wrong`` and fails at least one of each."""
+    failing = list(wrong)
     rng.shuffle(failing)
     others = [i for i in range(len(variant.pool)) if i not in failing[:2]]
     rng.shuffle(others)

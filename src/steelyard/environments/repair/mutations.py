@@ -30,6 +30,7 @@ class MutationKind(enum.StrEnum):
     CALL = "call"
     OFF_BY_ONE = "off_by_one"
     VARIABLE = "variable"
+    FOREIGN = "foreign"
 
 
 class Mutant(msgspec.Struct, frozen=True):
