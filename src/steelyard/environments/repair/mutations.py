@@ -12,7 +12,7 @@ import msgspec
 
 
 class MutationKind(enum.StrEnum):
-    """What is wrong with the mutated line."""
+    """What is wrong with the mutated line; ``FOREIGN`` is a line that no mutation made."""
 
     ARITHMETIC = "arithmetic"
     ACCUMULATION = "accumulation"

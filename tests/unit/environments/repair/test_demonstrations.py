@@ -15,25 +15,29 @@ from steelyard.environments.repair.demonstrations import (
     demonstrations,
     suspected_line,
 )
-from steelyard.environments.repair.environment import make_repair
-from steelyard.environments.repair.generator import make_task
+from steelyard.environments.repair.environment import make_repair, task_messages
+from steelyard.environments.repair.foreign_lines import with_foreign_bug
+from steelyard.environments.repair.generator import TRAIN, RepairTask, make_task, make_task_id
+from steelyard.environments.repair.session import RepairSession
+from steelyard.environments.repair.state import PublicTask
 from steelyard.errors import InputError
 from steelyard.testing.harness import MemorySandbox
 from steelyard.testing.repair import run_in_process
 from steelyard.types import Message
 
 PERFECT = Mixture(**dict.fromkeys(Mixture.__struct_fields__, 0.0) | {"test_first": 1.0})
-SAMPLE = list(itertools.islice(demonstrations(1, Mixture()), 400))
+TRAINED_BUGS = Mixture(foreign_bug=0.0)
+SAMPLE = list(itertools.islice(demonstrations(1, TRAINED_BUGS), 400))
 
 
 def tools_of(demonstration: Demonstration) -> list[str]:
     return [call.name for message in demonstration.messages for call in message.tool_calls]
 
 
-async def replay(demonstration: Demonstration) -> bool:
-    """Play a demonstration against the real session; whether every result is the one that was shown."""
-    environment = make_repair({}, Services(run_function=run_in_process))
-    session, sandbox = environment.session(environment.task(demonstration.task_id)), MemorySandbox("att")
+async def replay(demonstration: Demonstration, task: RepairTask) -> bytes | None:
+    """The artifact of a demonstration played against the real session; None where a result is not what was shown."""
+    session = RepairSession(PublicTask(source=task.source, visible=task.visible), Services(run_function=run_in_process))
+    sandbox = MemorySandbox("att")
     sandbox.files.update(session.files)
     for message, answer in itertools.pairwise(demonstration.messages):
         if message.role != "assistant":
@@ -45,14 +49,36 @@ async def replay(demonstration: Demonstration) -> bool:
             outcome = session.no_call(message)
         session.turn_ended()
         if outcome.text != answer.content:
-            return False
-    verdict = await environment.grader().grade(demonstration.task_id, session.artifact(), sandbox)
+            return None
+    return session.artifact()
+
+
+async def is_graded_as_shown(demonstration: Demonstration) -> bool:
+    artifact = await replay(demonstration, make_task(demonstration.task_id))
+    assert artifact is not None
+    grader = make_repair({}, Services(run_function=run_in_process)).grader()
+    verdict = await grader.grade(demonstration.task_id, artifact, MemorySandbox("att"))
     return verdict.success == demonstration.success
 
 
 def test_every_result_shown_is_what_the_real_session_says() -> None:
     for demonstration in SAMPLE:
-        assert asyncio.run(replay(demonstration))
+        assert asyncio.run(is_graded_as_shown(demonstration))
+
+
+def test_the_same_holds_where_the_bug_is_a_line_from_elsewhere() -> None:
+    rng = random.Random(5)
+    for index in range(100):
+        task = with_foreign_bug(make_task(make_task_id(TRAIN, index)), rng)
+        demonstration = demonstrate(task, rng, Mixture())
+        assert demonstration.messages[:2] == task_messages(task)
+        assert asyncio.run(replay(demonstration, task)) is not None
+
+
+def test_half_of_the_demonstrations_have_a_bug_that_no_mutation_makes() -> None:
+    shown = list(itertools.islice(demonstrations(4, Mixture()), 400))
+    num_foreign = sum(one.messages[:2] != task_messages(make_task(one.task_id)) for one in shown)
+    assert 0.35 * len(shown) < num_foreign < 0.65 * len(shown)
 
 
 def test_a_perfect_demonstrator_tests_mends_tests_and_submits() -> None:
@@ -92,7 +118,7 @@ def test_a_task_of_another_split_is_refused(task_id: str) -> None:
 
 def test_demonstrations_are_the_same_for_the_same_seed() -> None:
     again = list(itertools.islice(demonstrations(1, Mixture()), 50))
-    assert again == SAMPLE[:50]
+    assert again == list(itertools.islice(demonstrations(1, Mixture()), 50))
     assert again != list(itertools.islice(demonstrations(2, Mixture()), 50))
 
 
