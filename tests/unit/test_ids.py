@@ -37,7 +37,7 @@ from steelyard.ids import RandomIds
 ids = RandomIds()
 ids.new("att")
 child = os.fork()
-print(ids.new("att"), flush=True)
+os.write(1, f"{ids.new('att')}\\n".encode())  # in one piece: both write to the same pipe
 if child:
     os.waitpid(child, 0)
 """
