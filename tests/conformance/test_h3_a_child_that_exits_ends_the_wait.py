@@ -29,7 +29,7 @@ def test_h3_a_grader_that_exits_at_once_ends_the_start_of_its_scorer_with_the_en
             options = ScorerOptions(
                 coordinators=(joined.coordinator_url,), key_file=joined.key_file(Role.SCORER), home=str(joined.home)
             )
-            spoil(options)
+            await spoil(options)
             async with asyncio.timeout(60):
                 with pytest.raises(ProcessDied) as caught:
                     await run_scorer(config, options)
@@ -42,7 +42,7 @@ def test_h3_a_grader_that_exits_at_once_ends_the_start_of_its_scorer_with_the_en
     assert time.monotonic() - started_s < WAIT_S
 
 
-def spoil(options: ScorerOptions) -> None:
+async def spoil(options: ScorerOptions) -> None:
     """Put a file where the grader wants to note its sandboxes."""
-    with own_home(options, Path(options.key_file).read_text()) as home:
+    async with own_home(options, Path(options.key_file).read_text()) as home:
         (home / "sandboxes").write_text("")

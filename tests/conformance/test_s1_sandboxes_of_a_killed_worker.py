@@ -17,7 +17,7 @@ from steelyard.coordinator.capability import Role
 from steelyard.coordinator.effects import AttemptBegan
 from steelyard.run.joining import own_home
 from steelyard.run.remote_worker import WorkerOptions, run_worker
-from steelyard.testing.joined_rig import CONFIG, JoinedRig
+from steelyard.testing.joined_rig import CONFIG, JoinedRig, play_joined
 
 
 def labelled(pid: int) -> set[int]:
@@ -36,28 +36,22 @@ def test_s1_nothing_of_a_worker_that_was_killed_while_tools_ran_is_left_once_a_w
     joined = JoinedRig(tmp_path)
 
     async def scene() -> None:
-        async with joined, asyncio.timeout(60):
-            options = WorkerOptions(
-                coordinators=(joined.coordinator_url,), gateway=joined.gateway_url,
-                key_file=joined.key_file(Role.WORKER), home=str(joined.home), drain_s=0.0,
-            )  # fmt: skip
-            with own_home(options, Path(options.key_file).read_text()) as home:
-                notes = home / "sandboxes" / "rollout"
-                family = await asyncio.to_thread(kill_an_owner, kind, notes)
-            assert list(notes.glob("*.json")), "it could not tidy up"
-            began = joined.heard(AttemptBegan)
-            working = asyncio.create_task(run_worker(CONFIG, options))
-            await began.wait()
-            assert {pid for pid in family if psutil.pid_exists(pid)} == set()
-            signal.raise_signal(signal.SIGTERM)
-            await working
+        options = WorkerOptions(
+            coordinators=(joined.coordinator_url,), gateway=joined.gateway_url,
+            key_file=joined.key_file(Role.WORKER), home=str(joined.home), drain_s=0.0,
+        )  # fmt: skip
+        async with own_home(options, Path(options.key_file).read_text()) as home:
+            notes = home / "sandboxes" / "rollout"
+            family = await asyncio.to_thread(kill_an_owner, kind, notes)
+        assert list(notes.glob("*.json")), "it could not tidy up"
+        began = joined.heard(AttemptBegan)
+        working = asyncio.create_task(run_worker(CONFIG, options))
+        await began.wait()
+        assert {pid for pid in family if psutil.pid_exists(pid)} == set()
+        signal.raise_signal(signal.SIGTERM)
+        await working
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        asyncio.run(scene())
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    play_joined(joined, scene)
 
 
 def kill_an_owner(kind: str, notes: Path) -> set[int]:

@@ -4,23 +4,32 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import random
 import signal
 import sys
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Generic, Protocol, TypeVar
 from urllib.parse import urlsplit
 
+from steelyard.clock import Clock, SystemClock
 from steelyard.config import BlobsConfig, Config
 from steelyard.coordinator.capability import Role, role_of, worker_of
+from steelyard.coordinator.client import ClientSettings, CoordinatorClient
+from steelyard.coordinator.description import RunDescription, read_description
 from steelyard.digests import digest_bytes
 from steelyard.durable import storage_errors
 from steelyard.environments.base import Environment, Services
 from steelyard.environments.registry import make_environment
 from steelyard.errors import ConfigError, InputError, Refused, StorageFailed
+from steelyard.ids import RandomIds
 from steelyard.log import log_to_file
+from steelyard.metrics import Counters
+from steelyard.processes.http_requests import RetrySettings
 from steelyard.processes.supervision import end_all, supervise
+from steelyard.run.patience import Patience
 from steelyard.sandbox.function_calls import run_function_calls
 from steelyard.sandbox.registry import end_abandoned_sandboxes
 from steelyard.traces.blobs import BlobStore
@@ -54,6 +63,101 @@ class JoinOptions(Record, frozen=True, kw_only=True):
     def call_deadline_s(self) -> float:
         """One call to the coordinator or the gateway, with its tries; for longer it is a matter of patience."""
         return min(_CALL_DEADLINE_S, self.lost_after_s)
+
+
+class Joined(Protocol):
+    """A worker or scorer that has joined its run."""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until ``stop``, then end what is under way."""
+        ...
+
+    def news(self) -> str:
+        """What it has done, for people."""
+        ...
+
+
+OptionsT = TypeVar("OptionsT", bound="JoinOptions")
+
+
+@dataclass(frozen=True)
+class Joining(Generic[OptionsT]):
+    """What somebody has who is about to join. What is opened on the way is closed by ``stack``; ``home`` is its own."""
+
+    config: Config
+    options: OptionsT
+    key: str
+    environment: Environment
+    home: Path
+    say: "Lines"
+    stack: AsyncExitStack
+    stop: asyncio.Event
+    clock: Clock
+    counters: Counters
+    draw: random.Random
+
+    @property
+    def patient(self) -> RetrySettings:
+        """For a first call: as long as the coordinator may be silent."""
+        return RetrySettings(deadline_s=self.options.lost_after_s)
+
+    async def look(self) -> RunDescription:
+        """What the run says of itself; the coordinator is there and takes the key."""
+        return await accepted(
+            read_description(
+                self.options.coordinators, self.key, counters=self.counters, draw=self.draw, settings=self.patient
+            )
+        )
+
+    def patience(self) -> Patience:
+        """What goes on through a coordinator that is silent for no longer than may be."""
+        return Patience(self.options.lost_after_s, self.clock, self.say)
+
+    def artifacts(self, run: RunDescription) -> BlobStore:
+        """The run's artifacts, closed at the end."""
+        store = open_artifacts(self.options.artifacts or run.artifacts_url, self.config.blobs)
+        self.stack.push_async_callback(store.close)
+        return store
+
+    async def client(self) -> CoordinatorClient:
+        """A client of the coordinator, closed at the end."""
+        return await self.stack.enter_async_context(
+            CoordinatorClient(
+                self.options.coordinators,
+                self.key,
+                ids=RandomIds(),
+                counters=self.counters,
+                draw=self.draw,
+                settings=ClientSettings(call_deadline_s=self.options.call_deadline_s),
+            )
+        )
+
+
+async def join_and_work(
+    role: Role,
+    config: Config,
+    options: OptionsT,
+    join: Callable[[Joining[OptionsT]], Awaitable[Joined | None]],
+) -> None:
+    """Join as ``join`` does, and work until SIGTERM or Ctrl-C; None of ``join`` is a stop that came first.
+
+    Raises:
+        InputError: the key, the configuration or this machine does not fit; nothing was leased.
+        RunError: the coordinator was lost for too long, or the run has failed.
+    """
+    stop = watch_for_stop()
+    key = read_key(options.key_file, role)
+    environment = make_own_environment(config)
+    say = Lines(f"{role} {worker_of(key)}")
+    async with own_home(options, key) as home, AsyncExitStack() as stack:
+        say(f"logs to {stack.enter_context(own_log(home))}")
+        joining = Joining(
+            config, options, key, environment, home, say, stack, stop, SystemClock(), Counters(), random.Random()
+        )
+        joined = await join(joining)
+        if joined is not None:
+            await work_with_news(joined.run(stop), stop, say, joined.news)
+    say("stopped")
 
 
 class Lines:
@@ -110,8 +214,8 @@ async def accepted(asking: Awaitable[Value]) -> Value:
         raise InputError(f"--key-file must hold a key of this run that has not expired, got: {error}") from None
 
 
-@contextlib.contextmanager
-def own_home(options: JoinOptions, key: str) -> Iterator[Path]:
+@contextlib.asynccontextmanager
+async def own_home(options: JoinOptions, key: str) -> AsyncIterator[Path]:
     """A folder that only this worker uses. Sandboxes that dead workers of this machine left are ended first.
 
     Raises:
@@ -126,24 +230,25 @@ def own_home(options: JoinOptions, key: str) -> Iterator[Path]:
     except OSError as error:
         raise StorageFailed(f"--home must be writable, got {home}: {error.strerror}") from None
     with lock:
-        # Whoever sweeps holds the locks of others for a moment.
-        until_s = time.monotonic() + _SWEPT_WITHIN_S
-        while not _is_taken(lock):
-            if time.monotonic() >= until_s:
-                raise InputError(
-                    f"--key-file must be used by one process at a time, but {worker_of(key)} works already in {home}"
-                )
-            time.sleep(_LOOK_AGAIN_S)
-        for folder in home.parent.iterdir():
-            _sweep(folder, is_ours=folder == home)
+        try:
+            # Whoever sweeps holds the locks of others for a moment. A lock of another process tells nobody of its end.
+            async with asyncio.timeout(_SWEPT_WITHIN_S):
+                while not _is_taken(lock):  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_AGAIN_S)
+        except TimeoutError:
+            raise InputError(
+                f"--key-file must be used by one process at a time, but {worker_of(key)} works already in {home}"
+            ) from None
+        await asyncio.to_thread(_sweep, home)
         yield home
 
 
-def _sweep(folder: Path, *, is_ours: bool) -> None:
-    """End what the owner of a folder left, unless it is alive."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), (folder / "lock").open("rb") as lock:
-        if is_ours or _is_taken(lock):
-            end_abandoned_sandboxes(folder / "sandboxes")
+def _sweep(home: Path) -> None:
+    """End what dead workers of this machine left, and what our predecessor did: its folder is locked by us."""
+    for folder in home.parent.iterdir():
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), (folder / "lock").open("rb") as lock:
+            if folder == home or _is_taken(lock):
+                end_abandoned_sandboxes(folder / "sandboxes")
 
 
 def _is_taken(lock: IO[bytes]) -> bool:

@@ -7,24 +7,15 @@
 
 import asyncio
 import os
-import random
-from contextlib import AsyncExitStack
 from pathlib import Path
 
-from steelyard.clock import SystemClock
 from steelyard.config import Config
-from steelyard.coordinator.capability import Role, worker_of
-from steelyard.coordinator.client import ClientSettings, CoordinatorClient
-from steelyard.coordinator.description import read_description
+from steelyard.coordinator.capability import Role
 from steelyard.durable import storage_errors
-from steelyard.environments.base import Environment
-from steelyard.ids import RandomIds
-from steelyard.metrics import Counters
-from steelyard.processes.http_requests import RetrySettings
 from steelyard.run import joining
 from steelyard.run.children import start_child
 from steelyard.run.describing import require_fit
-from steelyard.run.patience import Patience, PatientScores
+from steelyard.run.patience import PatientScores
 from steelyard.run.rollouts import grader_settings
 from steelyard.run.scorer_process import ScorerOptions as GraderOptions
 from steelyard.run.scratch import scratch_folder
@@ -44,37 +35,21 @@ class ScorerOptions(joining.JoinOptions, frozen=True, kw_only=True):
 
 
 async def run_scorer(config: Config, options: ScorerOptions) -> None:
-    """Grade until SIGTERM or Ctrl-C.
-
-    Raises:
-        InputError: the key, the configuration or this machine does not fit; nothing was leased.
-        RunError: the coordinator was lost for too long, or the run has failed.
-    """
-    stop = joining.watch_for_stop()
-    key = joining.read_key(options.key_file, Role.SCORER)
-    environment = joining.make_own_environment(config)
-    say = joining.Lines(f"scorer {worker_of(key)}")
-    with joining.own_home(options, key) as home, joining.own_log(home) as log:
-        say(f"logs to {log}")
-        async with AsyncExitStack() as stack:
-            scorer = await _join(config, options, key, environment, home, say, stack, stop)
-            if scorer is not None:
-                await scorer.run(stop)
-    say("stopped")
+    """Grade until SIGTERM or Ctrl-C. Raises as of :func:`joining.join_and_work`."""
+    await joining.join_and_work(Role.SCORER, config, options, _join)
 
 
 class _Scorer:
     """A scoring worker with the lines that it says."""
 
-    def __init__(self, worker: ScoringWorker, scores: PatientScores, say: joining.Lines) -> None:
+    def __init__(self, worker: ScoringWorker, scores: PatientScores) -> None:
         self._worker = worker
         self._scores = scores
-        self._say = say
 
     async def run(self, stop: asyncio.Event) -> None:
-        await joining.work_with_news(self._worker.run(stop), stop, self._say, self._news)
+        await self._worker.run(stop)
 
-    def _news(self) -> str:
+    def news(self) -> str:
         return f"{self._scores.num_scored} scores delivered, {self._worker.num_live} gradings under way"
 
 
@@ -103,50 +78,29 @@ class _Graders:
         return await ChildGrader.start(child, Path(options.socket_path), config.runtime.start_deadline_s)
 
 
-async def _join(
-    config: Config,
-    options: ScorerOptions,
-    key: str,
-    environment: Environment,
-    home: Path,
-    say: joining.Lines,
-    stack: AsyncExitStack,
-    stop: asyncio.Event,
-) -> _Scorer | None:
+async def _join(own: joining.Joining[ScorerOptions]) -> _Scorer | None:
     """Look at the run, then open everything; None where the stop came first."""
-    clock, counters, draw = SystemClock(), Counters(), random.Random()
-    say(f"asking {' or '.join(options.coordinators)}")
-    patient = RetrySettings(deadline_s=options.lost_after_s)
-    looking = read_description(options.coordinators, key, counters=counters, draw=draw, settings=patient)
-    run = await joining.unless_stopped(joining.accepted(looking), stop)
+    config, options, home = own.config, own.options, own.home
+    own.say(f"asking {' or '.join(options.coordinators)}")
+    run = await joining.unless_stopped(own.look(), own.stop)
     if run is None:
         return None
-    require_fit(config, environment, run)
-    artifacts = joining.open_artifacts(options.artifacts or run.artifacts_url, config.blobs)
-    stack.push_async_callback(artifacts.close)
+    require_fit(config, own.environment, run)
+    artifacts = own.artifacts(run)
     with storage_errors(str(home)):
         (home / "logs").mkdir(exist_ok=True)
     num_processes = max(1, config.scoring.num_workers) if options.num_processes is None else options.num_processes
-    graders = _Graders(config, home, stack.enter_context(scratch_folder()))
-    pool = GraderPool(graders.start, grader_settings(config, environment.grader(), num_processes), counters)
-    stack.push_async_callback(pool.close)
+    graders = _Graders(config, home, own.stack.enter_context(scratch_folder()))
+    pool = GraderPool(graders.start, grader_settings(config, own.environment.grader(), num_processes), own.counters)
+    own.stack.push_async_callback(pool.close)
     await pool.open()
-    client = CoordinatorClient(
-        options.coordinators,
-        key,
-        ids=RandomIds(),
-        counters=counters,
-        draw=draw,
-        settings=ClientSettings(call_deadline_s=options.call_deadline_s),
-    )
-    await stack.enter_async_context(client)
-    scores = PatientScores(client, Patience(options.lost_after_s, clock, say))
+    client = await own.client()
+    scores = PatientScores(client, own.patience())
     settings = WorkerSettings(
         worker_id=client.worker_id,
         alarm_failure_frac=config.scoring.alarm_failure_frac,
         poll_s=_POLL_S,
         drain_deadline_s=config.scoring.deadline_s + _DRAIN_GRACE_S if options.drain_s is None else options.drain_s,
     )
-    worker = ScoringWorker(scores, artifacts, pool, settings, counters)
-    say(f"joined: verifier {run.verifier_version}, {pool.capacity} gradings at a time in {num_processes} processes")
-    return _Scorer(worker, scores, say)
+    own.say(f"joined: verifier {run.verifier_version}, {pool.capacity} gradings at a time in {num_processes} processes")
+    return _Scorer(ScoringWorker(scores, artifacts, pool, settings, own.counters), scores)

@@ -9,25 +9,17 @@ What is handed in is durable before the coordinator hears of it: the trace at th
 
 import asyncio
 import logging
-import random
-from contextlib import AsyncExitStack
-from pathlib import Path
 
-from steelyard.clock import SystemClock
 from steelyard.config import Config
-from steelyard.coordinator.capability import Role, worker_of
-from steelyard.coordinator.client import ClientSettings, CoordinatorClient
-from steelyard.coordinator.description import RunDescription, read_description
-from steelyard.environments.base import Environment
+from steelyard.coordinator.capability import Role
+from steelyard.coordinator.description import RunDescription
 from steelyard.gateway.client import GatewayClient
 from steelyard.harness.base import Services, WorkerSettings
 from steelyard.harness.worker import HarnessWorker
-from steelyard.ids import RandomIds
-from steelyard.metrics import Counters
 from steelyard.processes.http_requests import RetrySettings
 from steelyard.run import joining
 from steelyard.run.describing import require_fit
-from steelyard.run.patience import Patience, PatientLeases
+from steelyard.run.patience import PatientLeases
 from steelyard.run.rollouts import worker_settings
 from steelyard.sandbox.opening import open_pool
 
@@ -42,96 +34,58 @@ class WorkerOptions(joining.JoinOptions, frozen=True, kw_only=True):
 
 
 async def run_worker(config: Config, options: WorkerOptions) -> None:
-    """Work until SIGTERM or Ctrl-C.
-
-    Raises:
-        InputError: the key, the configuration or this machine does not fit; nothing was leased.
-        RunError: the coordinator was lost for too long, or the run has failed.
-    """
-    stop = joining.watch_for_stop()
-    key = joining.read_key(options.key_file, Role.WORKER)
-    environment = joining.make_own_environment(config)
-    say = joining.Lines(f"worker {worker_of(key)}")
-    with joining.own_home(options, key) as home, joining.own_log(home) as log:
-        say(f"logs to {log}")
-        async with AsyncExitStack() as stack:
-            worker = await _join(config, options, key, environment, home, say, stack, stop)
-            if worker is not None:
-                await worker.run(stop)
-    say("stopped")
+    """Work until SIGTERM or Ctrl-C. Raises as of :func:`joining.join_and_work`."""
+    await joining.join_and_work(Role.WORKER, config, options, _join)
 
 
 class _Worker:
     """A harness worker with the lines that it says."""
 
-    def __init__(self, harness: HarnessWorker, leases: PatientLeases, say: joining.Lines) -> None:
+    def __init__(self, harness: HarnessWorker, leases: PatientLeases) -> None:
         self._harness = harness
         self._leases = leases
-        self._say = say
 
     async def run(self, stop: asyncio.Event) -> None:
-        await joining.work_with_news(self._harness.run(stop), stop, self._say, self._news)
+        await self._harness.run(stop)
 
-    def _news(self) -> str:
+    def news(self) -> str:
         leases = self._leases
         return (
             f"{leases.num_handed_in} attempts handed in, {leases.num_failed} failed, {self._harness.num_live} running"
         )
 
 
-async def _join(
-    config: Config,
-    options: WorkerOptions,
-    key: str,
-    environment: Environment,
-    home: Path,
-    say: joining.Lines,
-    stack: AsyncExitStack,
-    stop: asyncio.Event,
-) -> _Worker | None:
+async def _join(own: joining.Joining[WorkerOptions]) -> _Worker | None:
     """Look at the run, then open everything; None where the stop came first."""
-    clock, counters, draw = SystemClock(), Counters(), random.Random()
+    config, options = own.config, own.options
     retry = RetrySettings(deadline_s=options.call_deadline_s)
-    gateway = GatewayClient(options.gateway, key, clock=clock, counters=counters, draw=draw, settings=retry)
-    await stack.enter_async_context(gateway)
-    say(f"asking {' or '.join(options.coordinators)}")
-    run = await joining.unless_stopped(_look(options, key, gateway, counters, draw), stop)
+    gateway = GatewayClient(
+        options.gateway, own.key, clock=own.clock, counters=own.counters, draw=own.draw, settings=retry
+    )
+    await own.stack.enter_async_context(gateway)
+    own.say(f"asking {' or '.join(options.coordinators)}")
+    run = await joining.unless_stopped(_look(own, gateway), own.stop)
     if run is None:
         return None
-    require_fit(config, environment, run)
-    artifacts = joining.open_artifacts(options.artifacts or run.artifacts_url, config.blobs)
-    stack.push_async_callback(artifacts.close)
-    sandboxes = await open_pool(config.sandbox, home / "sandboxes" / "rollout")
-    stack.push_async_callback(sandboxes.close)
-    client = CoordinatorClient(
-        options.coordinators,
-        key,
-        ids=RandomIds(),
-        counters=counters,
-        draw=draw,
-        settings=ClientSettings(call_deadline_s=options.call_deadline_s),
-    )
-    await stack.enter_async_context(client)
-    leases = PatientLeases(client, Patience(options.lost_after_s, clock, say))
+    require_fit(config, own.environment, run)
+    artifacts = own.artifacts(run)
+    sandboxes = await open_pool(config.sandbox, own.home / "sandboxes" / "rollout")
+    own.stack.push_async_callback(sandboxes.close)
+    client = await own.client()
+    leases = PatientLeases(client, own.patience())
     services = Services(
-        leases=leases, chat=gateway, sandboxes=sandboxes, traces=gateway, artifacts=artifacts, tasks=environment
+        leases=leases, chat=gateway, sandboxes=sandboxes, traces=gateway, artifacts=artifacts, tasks=own.environment
     )
     settings = _settings(config, run, options)
-    harness = HarnessWorker(client.worker_id, settings, services, clock, counters)
-    say(
+    own.say(
         f"joined: environment {run.environment} {run.environment_version}, {settings.max_concurrent} attempts at a time"
     )
-    return _Worker(harness, leases, say)
+    return _Worker(HarnessWorker(client.worker_id, settings, services, own.clock, own.counters), leases)
 
 
-async def _look(
-    options: WorkerOptions, key: str, gateway: GatewayClient, counters: Counters, draw: random.Random
-) -> RunDescription:
+async def _look(own: joining.Joining[WorkerOptions], gateway: GatewayClient) -> RunDescription:
     """What the run says of itself; coordinator and gateway are there and take the key."""
-    patient = RetrySettings(deadline_s=options.lost_after_s)
-    run = await joining.accepted(
-        read_description(options.coordinators, key, counters=counters, draw=draw, settings=patient)
-    )
+    run = await own.look()
     await joining.accepted(gateway.check())
     return run
 

@@ -1,6 +1,8 @@
 """A coordinator and a gateway on the loopback for a worker or scorer that runs in the same event loop as its test."""
 
 import asyncio
+import signal
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from steelyard.testing.run_rig import RunRig, make_settings
 
 CONFIG = Config(sandbox=SandboxConfig(kind="process", num_warm=0))
 _TICK_S = 0.05
+_SCENE_DEADLINE_S = 60.0
 
 
 class JoinedRig:
@@ -93,3 +96,18 @@ class JoinedRig:
         path = self.folder / f"{name}-{role}.key"
         path.write_text(self.gateway.worker_key(name, role, valid_s), encoding="ascii")
         return str(path)
+
+
+def play_joined(joined: JoinedRig, scene: Callable[[], Awaitable[None]]) -> None:
+    """Run a scene beside a rig that listens, in at most a minute; handlers of signals are afterwards as before."""
+
+    async def run() -> None:
+        async with joined, asyncio.timeout(_SCENE_DEADLINE_S):
+            await scene()
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        asyncio.run(run())
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

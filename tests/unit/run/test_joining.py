@@ -50,35 +50,40 @@ def test_a_refused_key_is_bad_input() -> None:
 
 
 def test_two_processes_with_one_key_do_not_work_in_one_folder_and_two_runs_do_not_share_one(tmp_path: Path) -> None:
-    with joining.own_home(options(tmp_path), KEY) as home:
-        with (
-            pytest.raises(InputError, match="used by one process at a time, but w1 works already"),
-            joining.own_home(options(tmp_path), KEY),
-        ):
-            pass
-        other = msgspec.structs.replace(options(tmp_path), coordinators=("http://elsewhere:1",))
-        with joining.own_home(other, KEY) as second:
-            assert second != home
-        with joining.own_home(options(tmp_path), RING.issue(Role.SCORER, "w1", 4e9)) as third:
-            assert third not in (home, second)
-    with joining.own_home(options(tmp_path), KEY) as again:
-        assert again == home
+    async def scene() -> None:
+        async with joining.own_home(options(tmp_path), KEY) as home:
+            with pytest.raises(InputError, match="used by one process at a time, but w1 works already"):
+                async with joining.own_home(options(tmp_path), KEY):
+                    pass
+            other = msgspec.structs.replace(options(tmp_path), coordinators=("http://elsewhere:1",))
+            async with joining.own_home(other, KEY) as second:
+                assert second != home
+            async with joining.own_home(options(tmp_path), RING.issue(Role.SCORER, "w1", 4e9)) as third:
+                assert third not in (home, second)
+        async with joining.own_home(options(tmp_path), KEY) as again:
+            assert again == home
+
+    asyncio.run(scene())
 
 
 def test_what_a_dead_predecessor_noted_of_sandboxes_is_swept_first(tmp_path: Path) -> None:
-    with joining.own_home(options(tmp_path), KEY) as home:
-        registry = Registry(home / "sandboxes" / "rollout")
-        files = tmp_path / "left"
-        files.mkdir()
-        registry.add(1, files)  # a process that is not ours: only the note and its files may go
-        note = home / "sandboxes" / "rollout" / "1.json"
-        note.write_bytes(note.read_bytes().replace(b'"created_at_s":', b'"created_at_s":9'))
-        other = msgspec.structs.replace(options(tmp_path), coordinators=("http://elsewhere:1",))
-        with joining.own_home(other, KEY):
-            assert note.exists(), "its owner lives"
-    with joining.own_home(other, KEY):
-        assert not note.exists(), "whoever starts on the machine ends it"
-        assert not files.exists()
+    other = msgspec.structs.replace(options(tmp_path), coordinators=("http://elsewhere:1",))
+    files = tmp_path / "left"
+    files.mkdir()
+
+    async def scene() -> None:
+        async with joining.own_home(options(tmp_path), KEY) as home:
+            registry = Registry(home / "sandboxes" / "rollout")
+            registry.add(1, files)  # a process that is not ours: only the note and its files may go
+            note = home / "sandboxes" / "rollout" / "1.json"
+            note.write_bytes(note.read_bytes().replace(b'"created_at_s":', b'"created_at_s":9'))
+            async with joining.own_home(other, KEY):
+                assert note.exists(), "its owner lives"
+        async with joining.own_home(other, KEY):
+            assert not note.exists(), "whoever starts on the machine ends it"
+            assert not files.exists()
+
+    asyncio.run(scene())
 
 
 def test_what_is_logged_goes_into_the_folder_while_the_worker_lives(tmp_path: Path) -> None:
@@ -93,11 +98,13 @@ def test_what_is_logged_goes_into_the_folder_while_the_worker_lives(tmp_path: Pa
 
 def test_a_home_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with (
-        pytest.raises(StorageFailed, match="--home must be writable"),
-        joining.own_home(options(tmp_path / "file"), KEY),
-    ):
-        pass
+
+    async def scene() -> None:
+        with pytest.raises(StorageFailed, match="--home must be writable"):
+            async with joining.own_home(options(tmp_path / "file"), KEY):
+                pass
+
+    asyncio.run(scene())
 
 
 def test_artifacts_must_be_in_a_folder_that_is_there(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from steelyard.coordinator.capability import Role
 from steelyard.coordinator.effects import WorkWaits
 from steelyard.errors import InputError
 from steelyard.run.remote_scorer import ScorerOptions, run_scorer
-from steelyard.testing.joined_rig import CONFIG, JoinedRig
+from steelyard.testing.joined_rig import CONFIG, JoinedRig, play_joined
 
 
 def options(joined: JoinedRig, **changes: Any) -> ScorerOptions:
@@ -25,19 +24,6 @@ def options(joined: JoinedRig, **changes: Any) -> ScorerOptions:
         num_processes=1,
     )
     return msgspec.structs.replace(made, **changes)
-
-
-def play(joined: JoinedRig, scene: Callable[[], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with joined, asyncio.timeout(60):
-            await scene()
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        asyncio.run(run())
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def test_a_scorer_takes_jobs_says_which_artifacts_are_lost_and_stops_when_told(
@@ -54,7 +40,7 @@ def test_a_scorer_takes_jobs_says_which_artifacts_are_lost_and_stops_when_told(
         signal.raise_signal(signal.SIGINT)
         await working
 
-    play(joined, scene)
+    play_joined(joined, scene)
     lines = capsys.readouterr().out.splitlines()
     assert "scorer one: joined: verifier repair-1" in lines[2]
     assert lines[-1] == "scorer one: stopped"
@@ -70,4 +56,4 @@ def test_an_unlike_verifier_and_a_workers_key_are_refused(tmp_path: Path) -> Non
         with pytest.raises(InputError, match="must hold the key of a scorer, got that of a worker"):
             await run_scorer(CONFIG, options(joined, key_file=joined.key_file(Role.WORKER)))
 
-    play(joined, scene)
+    play_joined(joined, scene)

@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from steelyard.coordinator.capability import Role
 from steelyard.coordinator.effects import AttemptBegan, AttemptEnded
 from steelyard.errors import DeadlineExceeded, InputError
 from steelyard.run.remote_worker import WorkerOptions, run_worker
-from steelyard.testing.joined_rig import CONFIG, JoinedRig
+from steelyard.testing.joined_rig import CONFIG, JoinedRig, play_joined
 
 
 def options(joined: JoinedRig, **changes: Any) -> WorkerOptions:
@@ -29,19 +28,6 @@ def options(joined: JoinedRig, **changes: Any) -> WorkerOptions:
     return msgspec.structs.replace(made, **changes)
 
 
-def play(joined: JoinedRig, scene: Callable[[], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with joined, asyncio.timeout(60):
-            await scene()
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        asyncio.run(run())
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def test_a_worker_leases_until_it_is_told_to_stop_and_says_what_it_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,7 +40,7 @@ def test_a_worker_leases_until_it_is_told_to_stop_and_says_what_it_does(
         signal.raise_signal(signal.SIGTERM)
         await working
 
-    play(joined, scene)
+    play_joined(joined, scene)
     lines = capsys.readouterr().out.splitlines()
     assert all(line.startswith("worker one: ") for line in lines)
     assert "joined: environment repair 1, 64 attempts at a time" in lines[2]
@@ -83,7 +69,7 @@ def test_what_does_not_fit_the_run_is_refused_before_the_first_lease(
             await run_worker(CONFIG, options(joined))
         assert not any(rollout.attempt_id for rollout in joined.rig.coordinator.state.rollouts.values())
 
-    play(joined, scene)
+    play_joined(joined, scene)
 
 
 def test_other_options_of_the_environment_are_refused(tmp_path: Path) -> None:
@@ -94,7 +80,7 @@ def test_other_options_of_the_environment_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"environment\.options"):
             await run_worker(other, options(joined))
 
-    play(joined, scene)
+    play_joined(joined, scene)
 
 
 def test_a_key_of_another_run_or_role_and_an_expired_one_are_refused(tmp_path: Path) -> None:
@@ -108,7 +94,7 @@ def test_a_key_of_another_run_or_role_and_an_expired_one_are_refused(tmp_path: P
             with pytest.raises(InputError, match="--key-file"):
                 await run_worker(CONFIG, options(joined, key_file=key_file))
 
-    play(joined, scene)
+    play_joined(joined, scene)
 
 
 def test_a_coordinator_that_is_not_there_is_tried_until_the_deadline(tmp_path: Path) -> None:
@@ -118,7 +104,7 @@ def test_a_coordinator_that_is_not_there_is_tried_until_the_deadline(tmp_path: P
         with pytest.raises(DeadlineExceeded, match=r"an answer of the coordinator .*http://127\.0\.0\.1:1"):
             await run_worker(CONFIG, options(joined, coordinators=("http://127.0.0.1:1",), lost_after_s=0.3))
 
-    play(joined, scene)
+    play_joined(joined, scene)
 
 
 def test_a_standby_that_answers_is_as_good_and_a_stop_ends_the_wait_for_one(tmp_path: Path) -> None:
@@ -136,4 +122,4 @@ def test_a_standby_that_answers_is_as_good_and_a_stop_ends_the_wait_for_one(tmp_
         signal.raise_signal(signal.SIGTERM)
         await waiting
 
-    play(joined, scene)
+    play_joined(joined, scene)
