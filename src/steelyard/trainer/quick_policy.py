@@ -120,7 +120,6 @@ def warm_up(
         first_loss=first_loss,
         last_loss=sum(losses) / max(len(losses), 1),
         duration_s=time.perf_counter() - started_s,
-        is_early=step < recipe.num_steps,
     )
 
 

@@ -78,7 +78,7 @@ class WarmUpProgress(Record, frozen=True, kw_only=True):
 
 
 class WarmUpReport(Record, frozen=True, kw_only=True):
-    """A finished warm-up. ``num_steps`` is below the recipe's where time ran out (``is_early``)."""
+    """A finished warm-up. ``num_steps`` is below the recipe's where time ran out."""
 
     num_parameters: int
     num_steps: int
@@ -86,7 +86,6 @@ class WarmUpReport(Record, frozen=True, kw_only=True):
     first_loss: float
     last_loss: float
     duration_s: float
-    is_early: bool
 
 
 OnProgress = Callable[[WarmUpProgress], None]
