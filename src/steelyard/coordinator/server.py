@@ -33,7 +33,7 @@ from steelyard.errors import (
 )
 from steelyard.metrics import Counters
 from steelyard.processes import frames
-from steelyard.processes.http_failures import Failed, HttpError
+from steelyard.processes.http_failures import Failed, HttpError, body_of
 from steelyard.processes.http_port import HttpPort, PortOptions, bearer_key
 from steelyard.types import Record
 
@@ -174,7 +174,7 @@ class CoordinatorServer:
     async def _calls(self, request: web.BaseRequest) -> web.Response:
         _require_version(request.headers.get(p.VERSION_HEADER))
         holder = self._holder(request)
-        asked = _DECODER.decode(await self._body(request))
+        asked = _DECODER.decode(await body_of(request, self._limits.read_deadline_s))
         self._require_role(holder, asked)
         for numbered in asked.calls:
             p.check(numbered.call)
@@ -325,16 +325,6 @@ class CoordinatorServer:
                 "the call was withdrawn: the coordinator stops, or a later call of the session took its place"
             )
         return outcome.result()
-
-    async def _body(self, request: web.BaseRequest) -> bytes:
-        if request.content.is_eof():
-            return await request.read()  # all of it is here already, so nothing is waited for
-        try:
-            async with asyncio.timeout(self._limits.read_deadline_s):
-                return await request.read()
-        except TimeoutError:
-            limit_s = self._limits.read_deadline_s
-            raise HttpError(408, InputError(f"the body must arrive within {limit_s:.0f} s")) from None
 
     def _holder(self, request: web.BaseRequest) -> Capability:
         key = bearer_key(request)

@@ -20,7 +20,7 @@ from steelyard.gateway.dialects import openai, openai_replies
 from steelyard.gateway.service import Completion, Gateway, Overloaded
 from steelyard.ids import IdSource
 from steelyard.metrics import Counters
-from steelyard.processes.http_port import HttpPort, PortOptions, bearer_key
+from steelyard.processes.http_port import HttpPort, PortOptions, bearer_key, read_body
 
 _LOG = logging.getLogger(__name__)
 _JSON = "application/json"
@@ -226,8 +226,7 @@ class GatewayServer:
 
     async def _body(self, request: web.BaseRequest) -> bytes:
         try:
-            async with asyncio.timeout(self._limits.read_deadline_s):
-                return await request.read()
+            return await read_body(request, self._limits.read_deadline_s)
         except TimeoutError:
             message = f"The request body must arrive within {self._limits.read_deadline_s:.0f} s."
             raise HttpError(408, message, "invalid_request_error") from None

@@ -19,7 +19,7 @@ from steelyard.errors import DeadlineExceeded, InputError, ProtocolMismatch, Ref
 from steelyard.gateway import attempt_protocol as p
 from steelyard.gateway.capability import AttemptDirectory, KeyRing
 from steelyard.metrics import Counters
-from steelyard.processes.http_failures import HttpError, as_http, failure_response
+from steelyard.processes.http_failures import HttpError, as_http, body_of, failure_response
 from steelyard.processes.http_port import bearer_key
 from steelyard.types import EndReason, Record, SealedTrace, ToolRecord
 
@@ -123,7 +123,7 @@ class AttemptEndpoint:
         return p.Known(worker_id=worker_id)
 
     async def _call(self, request: web.BaseRequest, worker_id: str) -> p.AttemptResult:
-        call = _DECODER.decode(await self._body(request))
+        call = _DECODER.decode(await body_of(request, self._limits.read_deadline_s))
         self._require_holder(call.attempt_id, worker_id)
         limit_s = self._limits.call_deadline_s
         try:
@@ -162,14 +162,6 @@ class AttemptEndpoint:
             return self._workers.worker_of(key, self._clock.now_s())
         except Refused as error:
             raise HttpError(401, error) from None
-
-    async def _body(self, request: web.BaseRequest) -> bytes:
-        limit_s = self._limits.read_deadline_s
-        try:
-            async with asyncio.timeout(limit_s):
-                return await request.read()
-        except TimeoutError:
-            raise HttpError(408, InputError(f"the body must arrive within {limit_s:.0f} s")) from None
 
     def _failure(self, error: Exception) -> HttpError:
         if isinstance(error, msgspec.MsgspecError):

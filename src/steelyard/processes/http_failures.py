@@ -5,6 +5,7 @@ from aiohttp import web
 
 from steelyard.errors import InputError, ProtocolMismatch, Refused, RunError, SteelyardError
 from steelyard.processes import frames
+from steelyard.processes.http_port import read_body
 from steelyard.types import Record
 
 CONTENT_TYPE = "application/msgpack"
@@ -60,3 +61,11 @@ def failure_of(data: bytes, peer: str, what: str) -> SteelyardError | None:
     except msgspec.MsgspecError:
         return None
     return frames.error_of(failed.kind, frames.ErrorBody(reason=failed.reason, message=failed.message), peer, what)
+
+
+async def body_of(request: web.BaseRequest, deadline_s: float) -> bytes:
+    """The whole body of a request. Raises ``HttpError`` (408) where it does not arrive in time."""
+    try:
+        return await read_body(request, deadline_s)
+    except TimeoutError:
+        raise HttpError(408, InputError(f"the body must arrive within {deadline_s:.0f} s")) from None

@@ -83,3 +83,11 @@ def bearer_key(request: web.BaseRequest) -> str | None:
     """The key of ``Authorization: Bearer KEY``; None where the header is missing or of another form."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" and key.strip() else None
+
+
+async def read_body(request: web.BaseRequest, deadline_s: float) -> bytes:
+    """The whole body of a request. Raises ``TimeoutError`` where it does not arrive within ``deadline_s`` seconds."""
+    if request.content.is_eof():
+        return await request.read()  # all of it is here already, so nothing is waited for
+    async with asyncio.timeout(deadline_s):
+        return await request.read()
