@@ -4,7 +4,6 @@ The exit of a child ends the wait for it, and the error shows the end of its log
 """
 
 import asyncio
-import time
 from pathlib import Path
 
 import msgspec
@@ -37,9 +36,7 @@ def test_h3_a_grader_that_exits_at_once_ends_the_start_of_its_scorer_with_the_en
         assert "ended with exit code 1; the end of its log:" in str(caught.value)
         assert "NotADirectoryError" in caught.value.log_tail
 
-    started_s = time.monotonic()
-    asyncio.run(scene())
-    assert time.monotonic() - started_s < WAIT_S
+    asyncio.run(scene())  # its minute is a tenth of what the parent may wait
 
 
 async def spoil(options: ScorerOptions) -> None:
