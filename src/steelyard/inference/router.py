@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from steelyard.errors import EngineError, RunError
-from steelyard.inference.engine import Engine, EngineHealth, OnTokens
+from steelyard.inference.engine import Engine, EngineHealth, KvRule, OnTokens
 from steelyard.types import EngineStats, FinishReason, GenerateRequest, GenerateResult, LoadProof
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,12 @@ class Replica:
         """Whether a request is open here."""
         return request_id in self._open_requests
 
+    def can_sample(self, request: GenerateRequest) -> bool:
+        """Whether a version is held that may sample for ``request``."""
+        if request.follows_updates:
+            return any(version >= request.policy_version for version in self.versions)
+        return request.policy_version in self.versions
+
     def failed(self, error: str) -> None:
         """Half the weight; zero once it is small."""
         self.last_error = error
@@ -84,6 +90,13 @@ class Replica:
     async def load(self, version_dir: str, version: int) -> LoadProof:
         """See :meth:`steelyard.inference.engine.Engine.load`."""
         proof = await self._watched(self._engine.load(version_dir, version))
+        self.versions.add(version)
+        return proof
+
+    async def update(self, version_dir: str, version: int, kv: KvRule) -> LoadProof:
+        """See :meth:`steelyard.inference.engine.Engine.update`."""
+        proof = await self._watched(self._engine.update(version_dir, version, kv))
+        self.versions.discard(max(self.versions))
         self.versions.add(version)
         return proof
 
@@ -212,11 +225,7 @@ class Router:
             logger.info("replica %s does not answer a probe: %s", replica.replica_id, error)
 
     def _pick(self, request: GenerateRequest) -> Replica:
-        able = [
-            replica
-            for replica in self._replicas.values()
-            if replica.weight > 0.0 and request.policy_version in replica.versions
-        ]
+        able = [replica for replica in self._replicas.values() if replica.weight > 0.0 and replica.can_sample(request)]
         if not able:
             known = "; ".join(
                 f"{replica.replica_id} has weight {replica.weight} and versions {sorted(replica.versions)}"
