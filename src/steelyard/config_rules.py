@@ -42,6 +42,7 @@ def _minimums(config: Config) -> Iterator[str]:
         "resources.rollout_gpus": (config.resources.rollout_gpus, 1),
         "resources.train_gpus": (config.resources.train_gpus, 1),
         "resources.reward_gpus": (config.resources.reward_gpus, 0),
+        "runtime.max_restarts": (config.runtime.max_restarts, 0),
         "rollout.num_workers": (config.rollout.num_workers, 0),
         "rollout.group_size": (config.rollout.group_size, 2),
         "rollout.max_turns": (config.rollout.max_turns, 1),

@@ -16,7 +16,7 @@ from steelyard.coordinator.deliveries import Deliveries
 from steelyard.coordinator.entities import FailedAttempt, Group, Rollout
 from steelyard.coordinator.groups import Groups
 from steelyard.coordinator.retry_rules import REPORTED, RETRY_RULES, Ending, RetryRule
-from steelyard.coordinator.transitions import HELD, RolloutState, VersionState
+from steelyard.coordinator.transitions import HELD, RolloutState
 from steelyard.digests import digest_bytes
 from steelyard.types import ArtifactReport, AttemptFailure, Lease, Outcome, Sampling
 
@@ -56,6 +56,7 @@ class Leases:
         core.subscribe(fx.AttemptBegan, self._on_began)
         core.subscribe(fx.AttemptEnded, self._on_ended)
         core.subscribe(fx.VersionChanged, lambda _: core.work.notify())
+        core.subscribe(fx.ReplicaChanged, lambda _: core.work.notify())
 
     def grant(self, worker_id: str, max_leases: int, unstarted: frozenset[str] | None = None) -> tuple[Lease, ...]:
         """Lease up to ``max_leases`` rollouts to a worker, each bound to a READY version.
@@ -85,7 +86,7 @@ class Leases:
         now_s = self._core.now_s()
         if not self._may_be_leased(waiting, rollout, now_s):
             return True
-        version = self._version_for(rollout.group)
+        version = admission.bindable(self._core.state, rollout.group)
         if version is None:
             return False
         granted.append(self._grant_one(worker_id, rollout, version, now_s))
@@ -294,14 +295,6 @@ class Leases:
         else:
             return True
         return False
-
-    def _version_for(self, group: Group) -> int | None:
-        state = self._core.state
-        if group.bound_version is not None:
-            bound = state.versions[group.bound_version]
-            return bound.version if bound.state is VersionState.READY else None
-        newest = state.newest_ready
-        return newest.version if newest else None
 
     def _held(self, attempt_id: str, attempt_number: int, worker_id: str | None) -> Rollout:
         rollout = self._core.attempt(attempt_id, attempt_number)

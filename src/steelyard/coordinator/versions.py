@@ -66,7 +66,9 @@ class Versions:
             IllegalTransition: the proof does not show the published weights, or the version is gone.
         """
         known = self._core.state.versions.get(proof.version)
-        if known is not None and known.state in _HELD and proof in known.proofs:
+        replica = self._core.state.replicas.get(proof.replica_id)
+        is_held = replica is not None and proof.version in replica.held
+        if known is not None and known.state in _HELD and proof in known.proofs and is_held:
             return
         self._core.record(e.VersionLoaded(at_s=self._core.now_s(), proof=proof))
 
