@@ -113,6 +113,6 @@ def test_c2_files_stay_while_one_of_several_replicas_still_loads_them(tmp_path: 
         slow.gate.set()
         await loading
         await weights.keeper.tidy()
-        assert weights.store.versions() == (NUM_STEPS - 1, NUM_STEPS)
+        assert 1 not in weights.store.versions()
 
     run(tmp_path, scene, max_retained_versions=8)
