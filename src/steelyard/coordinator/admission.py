@@ -237,6 +237,12 @@ def bindable(state: State, group: Group) -> int | None:
     return None if newest is None else newest.version
 
 
+def was_proven(state: State, version: int) -> bool:
+    """Whether some replica has proven to hold ``version``, and no replay has given it up."""
+    known = state.versions.get(version)
+    return known is not None and bool(known.proofs) and not known.is_orphaned
+
+
 def releasable(state: State, reading: frozenset[int] = frozenset()) -> tuple[int, ...]:
     """Versions that no attempt samples from or will: older than the newest READY, not evaluated, not being loaded."""
     newest = state.newest_ready
