@@ -74,7 +74,8 @@ def journal_of(rig: RunRig, *kinds: type[e.Event]) -> list[tuple[str, str, int]]
         if isinstance(event, e.VersionLoaded) and e.VersionLoaded in kinds:
             found.append(("VERSION_LOADED", event.proof.replica_id, event.proof.version))
         elif isinstance(event, kinds):
-            found.append((e.kind_of(event), event.replica_id, getattr(event, "version", -1)))  # type: ignore[attr-defined]
+            replica_id, version = getattr(event, "replica_id", ""), getattr(event, "version", -1)
+            found.append((e.kind_of(event), replica_id, version))
     return found
 
 
