@@ -68,7 +68,6 @@ class Children:
     fault: FaultPlan | None = None
     _running: dict[str, Running] = field(default_factory=dict)
     _num_started: int = 0
-    _names: set[str] = field(default_factory=set)
 
     async def start_trainer(self, model_dir: Path, start: StartingPoint) -> TrainerClient:
         """A trainer at ``start``; takes the place of an earlier one.
@@ -197,11 +196,12 @@ class Children:
     def _common(self, name: str, *, core: int | None) -> _Common:
         """Each start gets a socket of its own, so that nobody connects to a process that is going away.
 
-        A fault is for the first process of its name: the one that takes its place is to live.
+        A fault is for one process: the next of its name has the plan that follows, or none.
         """
         self._num_started += 1
-        fault = None if name in self._names else self.fault
-        self._names.add(name)
+        fault = self.fault
+        if fault is not None and fault.process == name:
+            self.fault = fault.then
         return {
             "name": name,
             "socket_path": str(self.sockets / f"{name}-{self._num_started}.sock"),
