@@ -134,13 +134,17 @@ class TrainConfig(Section, frozen=True, kw_only=True):
 
 
 class InferenceConfig(Section, frozen=True, kw_only=True):
-    """One engine per rollout device."""
+    """One engine per rollout device.
+
+    ``probe_tolerance``: by how much a load may differ in the log-probabilities of its probe, in nats. Null takes what
+    was measured for the engine and ``weights.dtype``.
+    """
 
     engine: Literal["local", "vllm", "emulated"] = "local"
     max_running: int = 64
     kv_tokens: int = 131_072
     prefill_chunk_tokens: int = 512
-    probe_tolerance: float = 1e-4
+    probe_tolerance: float | None = None
 
 
 class GatewayConfig(Section, frozen=True, kw_only=True):
@@ -191,11 +195,16 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     ``publication`` says how several replicas go over to a version. ``rolling``: one after the other, the others serve
     on. ``blue_green``: one replica stands by, loads, and takes the place of another. ``drain``: all stop taking
     attempts, load, and go on.
+
+    ``dtype`` is what is published and what engines compute in; the trainer keeps float32. ``max_shard_bytes`` bounds
+    the files of a version, in bytes of tensor data; a larger tensor is a file by itself.
     """
 
     mode: Literal["pinned", "segmented"] = "pinned"
     kv: Literal["recompute", "keep"] = "recompute"
     publication: Literal["rolling", "blue_green", "drain"] = "rolling"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    max_shard_bytes: int = 4 << 30
     max_retained_versions: int = 8
     load_deadline_s: float = 60.0
 

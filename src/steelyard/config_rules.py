@@ -74,6 +74,7 @@ def _minimums(config: Config) -> Iterator[str]:
         "scoring.concurrency": (config.scoring.concurrency, 1),
         "scoring.max_attempts": (config.scoring.max_attempts, 1),
         "blobs.max_tries": (config.blobs.max_tries, 1),
+        "weights.max_shard_bytes": (config.weights.max_shard_bytes, 1),
         "journal.snapshot_every_events": (config.journal.snapshot_every_events, 1),
         "journal.lease_s": (config.journal.lease_s, 1),
         "eval.num_tasks": (config.eval.num_tasks, 0),
@@ -103,8 +104,9 @@ def _ranges(config: Config) -> Iterator[str]:
         "runtime.stop_deadline_s": config.runtime.stop_deadline_s,
         "blobs.call_deadline_s": config.blobs.call_deadline_s,
         "blobs.max_upload_s": config.blobs.max_upload_s,
-        "inference.probe_tolerance": config.inference.probe_tolerance,
     }
+    if config.inference.probe_tolerance is not None:
+        positive["inference.probe_tolerance"] = config.inference.probe_tolerance
     if config.rollout.budget_s is not None:
         positive["rollout.budget_s"] = config.rollout.budget_s
     for name, value in positive.items():

@@ -35,6 +35,7 @@ from steelyard.run.journals import check_journal, open_journal_reader, require_n
 from steelyard.run.news import News
 from steelyard.run.policy import check_policy, prepare_policy
 from steelyard.run.scratch import scratch_folder
+from steelyard.run.tolerances import check_tolerances
 from steelyard.sandbox.function_calls import run_function_calls
 from steelyard.trainer.quick_recipe import WarmUpProgress
 
@@ -49,6 +50,7 @@ def check_environment(config: Config) -> None:
     """
     make_environment(config.environment.kind, config.environment.options, Services(run_function=run_function_calls))
     check_policy(config)
+    check_tolerances(config)
     check_journal(config)
 
 

@@ -20,6 +20,7 @@ from steelyard.run.directory import RunDirectory
 from steelyard.run.recovery import StartingPoint
 from steelyard.run.replica_options import ReplicaOptions
 from steelyard.run.scorer_process import ScorerOptions
+from steelyard.run.tolerances import probe_tolerance
 from steelyard.run.trainer_options import TrainerOptions
 from steelyard.scoring.process import ChildGrader
 from steelyard.trainer.client import TrainerClient
@@ -99,7 +100,9 @@ class Children:
             settings=settings,
             model_dir=str(model_dir),
             weights_dir=str(self.directory.weights),
-            probe_tolerance=config.inference.probe_tolerance,
+            probe_tolerance=probe_tolerance(config),
+            weights_dtype=config.weights.dtype,
+            max_shard_bytes=config.weights.max_shard_bytes,
             checkpoint=start.checkpoint,
             checkpoint_digest=start.digest,
         )
@@ -117,7 +120,7 @@ class Children:
             kv_tokens=config.inference.kv_tokens,
             prefill_chunk_tokens=config.inference.prefill_chunk_tokens,
             max_versions=config.admission.max_policy_lag + 2,
-            probe_tolerance=config.inference.probe_tolerance,
+            probe_tolerance=probe_tolerance(config),
         )
         running = await self._start("steelyard.run.replica_process", options)
         return EngineClient(running.client, self.clock, ClientDeadlines(load_s=config.weights.load_deadline_s))
