@@ -137,7 +137,9 @@ class InferenceConfig(Section, frozen=True, kw_only=True):
     """One engine per rollout device.
 
     ``probe_tolerance``: by how much a load may differ in the log-probabilities of its probe, in nats. Null takes what
-    was measured for the engine and ``weights.dtype``.
+    was measured for the engine and ``weights.dtype``. ``mismatch_bound``: an alarm goes on where the log-probabilities
+    that engine and trainer give to tokens of the newest weights differ by more than this at the 99th percentile of a
+    step, in nats; null likewise.
     """
 
     engine: Literal["local", "vllm", "emulated"] = "local"
@@ -145,6 +147,7 @@ class InferenceConfig(Section, frozen=True, kw_only=True):
     kv_tokens: int = 131_072
     prefill_chunk_tokens: int = 512
     probe_tolerance: float | None = None
+    mismatch_bound: float | None = None
 
 
 class GatewayConfig(Section, frozen=True, kw_only=True):

@@ -105,8 +105,12 @@ def _ranges(config: Config) -> Iterator[str]:
         "blobs.call_deadline_s": config.blobs.call_deadline_s,
         "blobs.max_upload_s": config.blobs.max_upload_s,
     }
-    if config.inference.probe_tolerance is not None:
-        positive["inference.probe_tolerance"] = config.inference.probe_tolerance
+    for name, given in (
+        ("inference.probe_tolerance", config.inference.probe_tolerance),
+        ("inference.mismatch_bound", config.inference.mismatch_bound),
+    ):
+        if given is not None:
+            positive[name] = given
     if config.rollout.budget_s is not None:
         positive["rollout.budget_s"] = config.rollout.budget_s
     for name, value in positive.items():
