@@ -59,8 +59,8 @@ class LogRatios(Record, frozen=True, kw_only=True):
     """How far the trainer's log-probabilities are from the recorded ones, over ``num_tokens`` sampled tokens; nats.
 
     ``abs_p01`` to ``abs_max``: quantiles of the absolute log of the ratio r (trained to sampling policy).
-    ``kl_k1``, the mean of -log r, and ``kl_k3``, the mean of r - 1 - log r, both estimate KL(sampling || trained) without bias; k1
-    scatters more and may be negative. http://joschu.net/blog/kl-approx.html
+    ``kl_k1``, the mean of -log r, and ``kl_k3``, the mean of r - 1 - log r, both estimate KL(sampling || trained)
+    without bias; k1 scatters more and may be negative. http://joschu.net/blog/kl-approx.html
     """
 
     num_tokens: int

@@ -69,13 +69,23 @@ class VersionLoader:
             IntegrityError: names the file, config, tokenizer, template or parameter that is not what was published,
                 or not what the run started with.
         """
+        manifest = self.read(version_dir)
+        module = build_module(Path(version_dir), manifest)
+        check_same_parameters(manifest, parameter_digests(published_tensors(module)), "memory")
+        return LoadedVersion(module=module, manifest=manifest)
+
+    def read(self, version_dir: str | Path) -> Manifest:
+        """The manifest alone, after verifying the files.
+
+        Raises:
+            IntegrityError: names the file, config, tokenizer or template that is not what was published, or not what
+                the run started with.
+        """
         directory = Path(version_dir)
         manifest = read_manifest(directory)
         check_files(directory, manifest)
         self._check_compatible(directory, manifest)
-        module = _build(directory, manifest)
-        check_same_parameters(manifest, parameter_digests(published_tensors(module)), "memory")
-        return LoadedVersion(module=module, manifest=manifest)
+        return manifest
 
     def loaded_digest(self, module: Any) -> str:
         """Digest of the parameters as they stand in memory now; comparable to ``Manifest.weights_digest``."""
@@ -100,7 +110,12 @@ def _check_equal(version: int, owner: str, expected: Compatibility, actual: Comp
             raise IntegrityError(f"version {version}: its {what} must be that of {owner} ({wanted}), got {got}")
 
 
-def _build(directory: Path, manifest: Manifest) -> torch.nn.Module:
+def build_module(directory: Path, manifest: Manifest) -> torch.nn.Module:
+    """The decoder in ``directory``, in eval mode and in the manifest's dtype; nothing is compared with the manifest.
+
+    Raises:
+        IntegrityError: the directory does not load as a decoder.
+    """
     try:
         with _BUILDING:
             module: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
