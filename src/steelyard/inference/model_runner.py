@@ -181,7 +181,8 @@ def probe_logprobs(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> list
     )
     cache = KVCache(blocks, decoder.shape)
     for index, tokens in enumerate(sequences):
-        info = SequenceInfo(f"probe_{index}", f"probe_{index}", "probe", 0, tuple(tokens), len(tokens), ())
+        name, length = f"probe_{index}", len(tokens)
+        info = SequenceInfo(name, name, "probe", 0, tuple(tokens), length, length, ())
         if not isinstance(blocks.admit(info), Admitted):
             raise EngineError(f"probe sequence {index} must fit into its own cache")
     found: list[list[float]] = [[] for _ in sequences]
