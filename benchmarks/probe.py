@@ -46,7 +46,8 @@ import transformers
 from steelyard.clock import SystemClock
 from steelyard.errors import IntegrityError
 from steelyard.ids import SeededIds
-from steelyard.inference.local_engine import EngineCore, EngineSettings, LocalEngine
+from steelyard.inference.engine_core import EngineCore, EngineSettings
+from steelyard.inference.local_engine import LocalEngine
 from steelyard.observe.statistics import quantile
 from steelyard.testing.tokenizer import write_tokenizer
 from steelyard.testing.training_data import random_step_batch

@@ -24,7 +24,7 @@ class Shard:
 
 
 def plan_shards(sizes_bytes: Mapping[str, int], max_shard_bytes: int) -> tuple[Shard, ...]:
-    """Cut the tensors, in their order, into as few shards of at most ``max_shard_bytes`` of tensor data as there can be.
+    """Cut the tensors, in their order, into as few shards of at most ``max_shard_bytes`` as there can be.
 
     A tensor that is larger by itself gets a shard of its own. The largest shard is as small as that number of shards
     allows, so that they are read and written evenly and none is so small that its loss would hardly show.
