@@ -29,6 +29,9 @@ class Noise:
 
 NOISE = {
     ("local", "float32", 1): Noise(probe_max=0.0, probe_tolerance=1e-4, token_tolerance=1e-4, mismatch_p99_bound=1e-3),
+    ("vllm", "float32", 1): Noise(
+        probe_max=2.2e-5, probe_tolerance=1e-4, token_tolerance=1e-3, mismatch_p99_bound=1e-3
+    ),
 }
 """By engine, dtype of the published weights, and tensor parallelism. Not yet measured on a GPU."""
 
