@@ -133,6 +133,21 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     step_deadline_s: float = 600.0
 
 
+class VllmConfig(Section, frozen=True, kw_only=True):
+    """A vLLM server as the engine; see docs/vllm.md.
+
+    ``python``: of an environment with vLLM (``make venv-vllm`` makes one); a server is started with it for every
+    rollout device. Or ``url``: of one that is started already, as docs/vllm.md says, and sees the run directory under
+    the same path. ``kv_cache_bytes`` is for key-value cache; ``extra_args`` go to the server as they are.
+    """
+
+    python: str = ".venv-vllm/bin/python"
+    url: str | None = None
+    start_deadline_s: float = 300.0
+    kv_cache_bytes: int = 1 << 30
+    extra_args: tuple[str, ...] = ()
+
+
 class InferenceConfig(Section, frozen=True, kw_only=True):
     """One engine per rollout device.
 
@@ -148,6 +163,7 @@ class InferenceConfig(Section, frozen=True, kw_only=True):
     prefill_chunk_tokens: int = 512
     probe_tolerance: float | None = None
     mismatch_bound: float | None = None
+    vllm: VllmConfig = VllmConfig()
 
 
 class GatewayConfig(Section, frozen=True, kw_only=True):

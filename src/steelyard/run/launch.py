@@ -30,6 +30,7 @@ from steelyard.processes.faults import FaultPlan
 from steelyard.run.blob_place import check_place, with_own_folder
 from steelyard.run.control import RunContext, run_control
 from steelyard.run.directory import RunDirectory, RunLock, existing_directory, new_directory, write_config
+from steelyard.run.engines import check_engine
 from steelyard.run.evaluation import num_planned
 from steelyard.run.journals import check_journal, open_journal_reader, require_new_journal
 from steelyard.run.news import News
@@ -51,6 +52,7 @@ def check_environment(config: Config) -> None:
     make_environment(config.environment.kind, config.environment.options, Services(run_function=run_function_calls))
     check_policy(config)
     check_tolerances(config)
+    check_engine(config)
     check_journal(config)
 
 

@@ -16,6 +16,7 @@ import torch
 
 from steelyard.types import Manifest
 from steelyard.weights.loader import LoadedVersion, VersionLoader, build_module
+from steelyard.weights.reader import VersionReader
 from steelyard.weights.shards import INDEX_NAME, WEIGHTS_NAME, WEIGHTS_PATTERN
 
 Misleading = Callable[[str], Path]
@@ -34,6 +35,7 @@ class MisledLoader:
     """
 
     def __init__(self, really: Misleading, *, shows_digests: bool) -> None:
+        self._reader = VersionReader()
         self._loader = VersionLoader()
         self._really = really
         self._shows_digests = shows_digests
@@ -41,7 +43,7 @@ class MisledLoader:
 
     def load(self, version_dir: str) -> LoadedVersion:
         """The decoder of another directory with the manifest of this one, whose files are as published."""
-        manifest = self._loader.read(version_dir)
+        manifest = self._reader.read(version_dir)
         self._manifest = manifest
         return LoadedVersion(module=build_module(self._really(version_dir), manifest), manifest=manifest)
 

@@ -13,7 +13,8 @@ import torch
 
 from steelyard.errors import IntegrityError, StorageFailed
 from steelyard.testing.tiny_model import tiny_module, write_tiny_model
-from steelyard.weights.loader import Compatibility, VersionLoader
+from steelyard.weights.compatibility import Compatibility
+from steelyard.weights.loader import VersionLoader
 from steelyard.weights.manifest import MANIFEST_NAME, encode_manifest, read_manifest, weights_digest
 from steelyard.weights.probe import max_error, probe_logprobs
 from steelyard.weights.publisher import FAULT_POINTS, VersionPublisher
