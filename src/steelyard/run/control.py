@@ -166,7 +166,7 @@ class Control:
         description = describe_run(config, base.environment, directory)
         async with RolloutSide(config, base.environment, base.children, context.news, keys) as rollouts:
             trainer, engines = await self._start_children()
-            router = Router(engines)
+            router = Router(engines, base.clock, counters=counters)
             versions = self._keeper(trainer, router)
             trainer = await self._catch_up(trainer, versions)
             await self._bring_weights_up(trainer, versions)
