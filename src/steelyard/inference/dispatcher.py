@@ -159,7 +159,7 @@ class Dispatcher:
         if result is not None and is_whole:
             self._projection(ticket.flow).note(request.sampling.max_tokens, num_sampled)
             if state is not None:
-                state.pace.note(result, num_prompt, mean_open)
+                state.pace.note(result, num_prompt, mean_open, now_s)
             if ticket.entry is not None:
                 self._queue.correct(ticket.entry, num_prompt + num_sampled)
 
@@ -240,8 +240,8 @@ class Dispatcher:
             projected_tokens=state.projected_tokens,
             kept_tokens=kept,
             num_open=state.num_open,
-            prefill_s=state.pace.prefill_s(max(0, len(ticket.request.prompt_token_ids) - num_cached)),
-            token_s=state.pace.token_s(state.num_open + 1),
+            prefill_s=state.pace.prefill_s(max(0, len(ticket.request.prompt_token_ids) - num_cached), now_s),
+            token_s=state.pace.token_s(state.num_open + 1, now_s),
             room_in_s=state.room_in_s(ticket.need.kv_tokens, kept, now_s),
             is_closed=state.replica_id in closed,
         )
@@ -259,7 +259,7 @@ class Dispatcher:
             for home in self.homes.at(state.replica_id)
             if home is not own
             and home.idle_since_s is not None
-            and now_s - home.idle_since_s < keep_s(state.pace.prefill_s(home.kept_tokens), state.num_open)
+            and now_s - home.idle_since_s < keep_s(state.pace.prefill_s(home.kept_tokens, now_s), state.num_open)
         )
 
     def _reserve(self, ticket: Ticket, chosen: Candidate, now_s: float) -> None:

@@ -43,6 +43,11 @@ class Homes:
         others = self._by_attempt.get(request.attempt_id)
         return None if not others else others[next(reversed(others))]
 
+    def of_attempt(self, attempt_id: str) -> str | None:
+        """The replica that an attempt was served on last."""
+        sequences = self._by_attempt.get(attempt_id)
+        return None if not sequences else sequences[next(reversed(sequences))].replica_id
+
     def own(self, request: GenerateRequest, replica_id: str) -> Home | None:
         """The home of the request's own conversation, where it is on that replica."""
         home = self._by_sequence.get(request.sequence_key)

@@ -57,21 +57,33 @@ class OutputProjection:
 
 
 class Pace:
-    """How fast one replica works, learnt from its answers.
+    """How fast a replica works, learnt from its answers.
 
     Seconds per sampled token are a line over the number of requests that are open at once: a decoding step reads the
-    weights once for all of them, and the KV of each. The line is fitted by least squares with decaying weights, from a
-    prior that a few answers outweigh. What a request waits inside the engine counts as part of it.
+    weights once for all of them, and the KV of each. The line is fitted by least squares with decaying weights. What a
+    request waits inside the engine counts as part of it.
+
+    Where a replica has answered little, or not of late, what is known of all replicas fills in: else one that was never
+    asked would look slow, and never be asked.
+
+    Args:
+        fleet: the pace of all replicas together; None for that one itself, which starts from a prior.
     """
 
-    def __init__(self) -> None:
-        self._prefill_s, self._prefill_tokens = _PRIOR_PREFILL_S, _PRIOR_PREFILL_TOKENS
+    def __init__(self, fleet: "Pace | None" = None) -> None:
+        self._fleet = fleet
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
-        for num_open, token_s in _PRIOR_DECODE:
-            self._add(num_open, token_s, weight=_PRIOR_WEIGHT, decay=1.0)
+        self._prefill_s = self._prefill_tokens = 0.0
+        self._noted_at_s = 0.0
+        if fleet is None:
+            self._prefill_s, self._prefill_tokens = _PRIOR_PREFILL_S, _PRIOR_PREFILL_TOKENS
+            for num_open, token_s in _PRIOR_DECODE:
+                self._add(num_open, token_s, weight=_PRIOR_WEIGHT, decay=1.0)
 
-    def note(self, result: GenerateResult, num_prompt_tokens: int, num_open: float) -> None:
+    def note(self, result: GenerateResult, num_prompt_tokens: int, num_open: float, now_s: float) -> None:
         """An answer that was computed while ``num_open`` requests, itself included, were open on the mean."""
+        if self._fleet is not None:
+            self._fleet.note(result, num_prompt_tokens, num_open, now_s)
         num_computed = num_prompt_tokens - result.num_cached_tokens
         if num_computed > 0:
             self._prefill_s = self._prefill_s * _DECAY + result.prefill_s
@@ -79,16 +91,33 @@ class Pace:
         if result.token_ids:
             token_s = (result.queued_s + result.decode_s) / len(result.token_ids)
             self._add(num_open, token_s, weight=1.0, decay=_DECAY)
+        self._noted_at_s = now_s
 
-    def prefill_s(self, num_tokens: int) -> float:
+    def prefill_s(self, num_tokens: int, now_s: float) -> float:
         """Seconds to compute the KV of so many prompt tokens."""
-        return num_tokens * self._prefill_s / self._prefill_tokens
+        own = self._prefill_s / self._prefill_tokens if self._prefill_tokens else 0.0
+        if self._fleet is None:
+            return num_tokens * own
+        trust = self._trust(now_s) if self._prefill_tokens else 0.0
+        return trust * num_tokens * own + (1.0 - trust) * self._fleet.prefill_s(num_tokens, now_s)
 
-    def token_s(self, num_open: float) -> float:
+    def token_s(self, num_open: float, now_s: float) -> float:
         """Seconds that each sampled token takes while ``num_open`` requests are open."""
+        if self._fleet is None:
+            return self._own_token_s(num_open)
+        trust = self._trust(now_s)
+        own_s = self._own_token_s(num_open) if trust else 0.0
+        return trust * own_s + (1.0 - trust) * self._fleet.token_s(num_open, now_s)
+
+    def _trust(self, now_s: float) -> float:
+        """How far its own answers count against those of all, 0 to below 1."""
+        evidence = self._sums[0] * math.exp2((self._noted_at_s - now_s) / _HALF_LIFE_S)
+        return evidence / (evidence + _FLEET_EVIDENCE)
+
+    def _own_token_s(self, num_open: float) -> float:
         weight, x, y, xx, xy = self._sums
         spread = weight * xx - x * x
-        slope = max(0.0, (weight * xy - x * y) / spread) if spread > _EPSILON else 0.0
+        slope = max(0.0, (weight * xy - x * y) / spread) if spread > _EPSILON * weight * weight else 0.0
         return max(_MIN_TOKEN_S, (y - slope * x) / weight + slope * num_open)
 
     def _add(self, x: float, y: float, *, weight: float, decay: float) -> None:
@@ -98,11 +127,14 @@ class Pace:
 
 
 _DECAY = 0.98
+_HALF_LIFE_S = 30.0
+_FLEET_EVIDENCE = 4.0
 _PRIOR_WEIGHT = 0.5
 _PRIOR_DECODE = ((1.0, 0.02), (32.0, 0.04))
 _PRIOR_PREFILL_S, _PRIOR_PREFILL_TOKENS = 0.256, 256.0
 _MIN_TOKEN_S = 1e-6
-_EPSILON = 1e-9
+_EPSILON = 1e-6
+"""Least variance of the number of open requests from which a slope can be told."""
 
 
 def kv_capacity(stats: EngineStats) -> int | None:

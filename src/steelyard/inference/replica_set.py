@@ -10,6 +10,7 @@ from steelyard.clock import Clock
 from steelyard.errors import DeadlineExceeded, EngineError, RunError
 from steelyard.inference.dispatcher import Decision, Dispatcher
 from steelyard.inference.engine import Engine
+from steelyard.inference.projection import Pace
 from steelyard.inference.replica import Replica
 from steelyard.inference.replica_state import ReplicaState
 from steelyard.processes.supervision import task_group
@@ -71,13 +72,14 @@ class ReplicaSet:
         self._states: dict[str, ReplicaState] = {}
         self._replicas: dict[str, Replica] = {}
         self._changed = asyncio.Event()
+        self._fleet = Pace()
         self.dispatcher = Dispatcher(
             self._states,
             projection_quantile=settings.projection_quantile,
             recovery_wait_s=settings.recovery_wait_s,
         )
         for replica_id, engine in engines.items():
-            self._put(Replica(ReplicaState(replica_id, self.look), engine))
+            self._put(self._new(replica_id, engine))
 
     @property
     def replicas(self) -> Mapping[str, Replica]:
@@ -104,7 +106,7 @@ class ReplicaSet:
         """
         if replica_id in self._replicas:
             raise EngineError(f"replica {replica_id} must not be known to be added, but it is")
-        replica = Replica(ReplicaState(replica_id, self.look), engine)
+        replica = self._new(replica_id, engine)
         await self._ask_health(replica)
         self._put(replica)
         self.look()
@@ -120,27 +122,37 @@ class ReplicaSet:
         self.dispatcher.homes.drop_replica(replica_id)
         self.look()
 
-    async def replace(self, replica_id: str, engine: Engine) -> None:
-        """A replica was started anew: its KV and versions are gone, its name stays.
+    def replace(self, replica_id: str, engine: Engine) -> None:
+        """A replica was started anew: its KV and versions are gone, its name stays. Load versions through it.
 
         Raises:
             EngineError: it is not known.
-            RunError: it does not answer; then it is gone.
         """
         self.remove(replica_id)
-        await self.add(replica_id, engine)
+        self._put(self._new(replica_id, engine))
 
-    async def drain(self, replica_id: str, deadline_s: float) -> None:
-        """Send no new attempts to a replica, and wait until nothing is open there and nobody needs it.
+    def home_of(self, attempt_id: str) -> str | None:
+        """The replica that an attempt was served on last; None where it was not, or that one is gone."""
+        return self.dispatcher.homes.of_attempt(attempt_id)
+
+    def drain(self, replica_id: str) -> None:
+        """Send no new attempts to a replica from now on; see :meth:`wait_drained`.
 
         An attempt that was served there goes on elsewhere at its next call, where another replica holds its version;
-        else it goes on here until it is released. When this raises, the replica drains on; see :meth:`reopen`.
+        else it goes on here until it is released.
+
+        Raises:
+            EngineError: the replica is not known.
+        """
+        self._known(replica_id).now_drains(True)
+
+    async def wait_drained(self, replica_id: str, deadline_s: float) -> None:
+        """Wait until nothing is open on a draining replica and nobody needs it.
 
         Raises:
             EngineError: the replica is not known, or was removed meanwhile.
-            DeadlineExceeded: names the attempts that still need it, or else the replica.
+            DeadlineExceeded: names the attempts that still need it, or else the replica. It drains on.
         """
-        self._known(replica_id).now_drains(True)
         try:
             async with asyncio.timeout(deadline_s):
                 while self._known(replica_id) and not self.dispatcher.is_drained(replica_id):
@@ -150,7 +162,7 @@ class ReplicaSet:
             culprits = self.dispatcher.stuck_attempts(replica_id) or (f"requests open on {replica_id}",)
             raise DeadlineExceeded(f"replica {replica_id} to drain", culprits, deadline_s) from None
 
-    def reopen(self, replica_id: str) -> None:
+    def undrain(self, replica_id: str) -> None:
         """A drained replica takes new attempts again.
 
         Raises:
@@ -201,6 +213,9 @@ class ReplicaSet:
         except TimeoutError:
             replica.state.failed(f"no answer to a probe within {deadline_s} s")
             raise DeadlineExceeded("an answer to a probe", (replica.replica_id,), deadline_s) from None
+
+    def _new(self, replica_id: str, engine: Engine) -> Replica:
+        return Replica(ReplicaState(replica_id, self._fleet, self.look), engine)
 
     def _put(self, replica: Replica) -> None:
         self._states[replica.replica_id], self._replicas[replica.replica_id] = replica.state, replica

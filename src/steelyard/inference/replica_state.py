@@ -25,10 +25,11 @@ class ReplicaState:
     all requests. Success, also of a probe, doubles it.
 
     Args:
+        fleet: the pace of all replicas together.
         on_change: called when requests may fit, or be served, that did not or were not before.
     """
 
-    def __init__(self, replica_id: str, on_change: Callable[[], None]) -> None:
+    def __init__(self, replica_id: str, fleet: Pace, on_change: Callable[[], None]) -> None:
         self.replica_id = replica_id
         self.weight = 1.0
         self.versions: set[int] = set()
@@ -36,7 +37,7 @@ class ReplicaState:
         self.capacity_tokens: int | None = None
         self.projected_tokens = 0
         self.last_error = ""
-        self.pace = Pace()
+        self.pace = Pace(fleet)
         self._open: dict[str, Reservation] = {}
         self._on_change = on_change
 

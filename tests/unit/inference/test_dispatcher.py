@@ -7,6 +7,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from steelyard.inference.dispatcher import Dispatcher, Placed, Ticket, Unservable
+from steelyard.inference.projection import Pace
 from steelyard.inference.replica_state import ReplicaState
 from steelyard.testing.versions import request_for
 from steelyard.types import FinishReason, GenerateRequest, GenerateResult, VersionSpan
@@ -35,8 +36,9 @@ class World:
     num_asked: int = 0
 
     def __post_init__(self) -> None:
+        fleet = Pace()
         for name in NAMES:
-            state = ReplicaState(name, lambda: None)
+            state = ReplicaState(name, fleet, lambda: None)
             state.capacity_tokens = CAPACITY
             state.versions = {0}
             self.states[name] = state
@@ -188,7 +190,7 @@ def test_kv_between_two_calls_is_kept_free_until_that_has_cost_as_much_as_comput
     world.look()
     world.end("req1", 10, FinishReason.STOP)
     assert world.states["rep0"].num_open == 1
-    kept_s = world.states["rep0"].pace.prefill_s(100)
+    kept_s = world.states["rep0"].pace.prefill_s(100, world.now_s)
     world.ask("", 2, 40, 40)
     world.look()
     assert "req3" in world.waiting, "80 open, 100 kept, 80 asked of 200"

@@ -54,16 +54,16 @@ def test_seconds_per_token_become_a_line_over_the_number_of_open_requests() -> N
     pace = Pace()
     for round_number in range(400):
         num_open = 1 + round_number % 16
-        pace.note(answer(10, decode_s=10 * (0.01 + 0.002 * num_open)), 50, num_open)
-    assert pace.token_s(1) == pytest.approx(0.012, rel=0.05)
-    assert pace.token_s(20) == pytest.approx(0.05, rel=0.05)
+        pace.note(answer(10, decode_s=10 * (0.01 + 0.002 * num_open)), 50, num_open, now_s=0.0)
+    assert pace.token_s(1, 0.0) == pytest.approx(0.012, rel=0.05)
+    assert pace.token_s(20, 0.0) == pytest.approx(0.05, rel=0.05)
 
 
 def test_prefill_counts_only_what_was_computed() -> None:
     pace = Pace()
     for _ in range(400):
-        pace.note(answer(10, prefill_s=0.5, cached=900), 1000, 1)
-    assert pace.prefill_s(200) == pytest.approx(1.0, rel=0.05)
+        pace.note(answer(10, prefill_s=0.5, cached=900), 1000, 1, now_s=0.0)
+    assert pace.prefill_s(200, 0.0) == pytest.approx(1.0, rel=0.05)
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 64)), max_size=50), st.integers(0, 100))
@@ -72,5 +72,25 @@ def test_a_token_always_takes_some_time_and_no_less_with_more_requests(
 ) -> None:
     pace = Pace()
     for decode_s, was_open in answers:
-        pace.note(msgspec.structs.replace(answer(4), decode_s=decode_s), 10, was_open)
-    assert 0 < pace.token_s(num_open) <= pace.token_s(num_open + 1) + 1e-9
+        pace.note(msgspec.structs.replace(answer(4), decode_s=decode_s), 10, was_open, now_s=0.0)
+    assert 0 < pace.token_s(num_open, 0.0) <= pace.token_s(num_open + 1, 0.0) + 1e-9
+
+
+def test_a_replica_that_was_never_asked_is_taken_to_be_as_fast_as_the_others() -> None:
+    fleet = Pace()
+    fast, unknown = Pace(fleet), Pace(fleet)
+    for _ in range(200):
+        fast.note(answer(10, decode_s=0.01), 100, 1, now_s=0.0)
+    assert unknown.token_s(1, 0.0) == fleet.token_s(1, 0.0) == pytest.approx(fast.token_s(1, 0.0), rel=0.2)
+    assert unknown.prefill_s(100, 0.0) == fleet.prefill_s(100, 0.0)
+
+
+def test_what_a_replica_showed_long_ago_counts_less_and_less() -> None:
+    fleet = Pace()
+    slow, fast = Pace(fleet), Pace(fleet)
+    for _ in range(50):
+        slow.note(answer(10, decode_s=10.0), 100, 1, now_s=0.0)
+    for _ in range(400):
+        fast.note(answer(10, decode_s=0.1), 100, 1, now_s=100.0)
+    assert slow.token_s(1, 0.0) > 0.8
+    assert slow.token_s(1, 1000.0) == pytest.approx(fleet.token_s(1, 1000.0), rel=0.01)

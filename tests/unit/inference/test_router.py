@@ -376,7 +376,8 @@ def test_a_drained_replica_gets_no_new_attempts_and_those_at_home_there_go_on_el
         home.is_holding = True
         running = asyncio.create_task(router.generate(ask("t2", "talk")))
         await settle()
-        draining = asyncio.create_task(router.drain(home.replica_id, 60.0))
+        router.drain(home.replica_id)
+        draining = asyncio.create_task(router.wait_drained(home.replica_id, 60.0))
         await settle()
         assert not draining.done() and router.take_figures().draining == (home.replica_id,)
         home.let_go()
@@ -384,7 +385,7 @@ def test_a_drained_replica_gets_no_new_attempts_and_those_at_home_there_go_on_el
         moved = await router.generate(ask("t3", "talk"))
         others = [await router.generate(ask(f"o{index}")) for index in range(4)]
         assert home.replica_id not in {moved.replica_id, *(one.replica_id for one in others)}
-        router.reopen(home.replica_id)
+        router.undrain(home.replica_id)
         home.is_holding = True
         assert not router.replicas[home.replica_id].is_draining
 
@@ -395,10 +396,12 @@ def test_a_drain_waits_for_attempts_that_nobody_else_can_serve_and_names_them() 
     async def work(router: Router, fakes: list[FakeEngine]) -> None:
         await router.replicas["rep0"].load("somewhere", 7)
         await router.generate(ask("t1", "talk", version=7))
+        assert router.home_of("talk") == "rep0" and router.home_of("unknown") is None
+        router.drain("rep0")
         with pytest.raises(DeadlineExceeded, match="still missing: talk"):
-            await router.drain("rep0", 0.0)
+            await router.wait_drained("rep0", 0.0)
         assert (await router.generate(ask("t2", "talk", version=7))).replica_id == "rep0"
-        draining = asyncio.create_task(router.drain("rep0", 60.0))
+        draining = asyncio.create_task(router.wait_drained("rep0", 60.0))
         await settle()
         assert not draining.done()
         await router.release("talk")
@@ -423,7 +426,7 @@ def test_replicas_come_and_go_while_requests_run() -> None:
         assert (await running).finish_reason is FinishReason.LENGTH
         with pytest.raises(EngineError, match=r"replica rep0 must be one of \['rep9'\]"):
             router.remove("rep0")
-        await router.replace("rep9", FakeEngine(ManualClock(), replica_id="rep9"))
+        router.replace("rep9", FakeEngine(ManualClock(), replica_id="rep9"))
         assert router.replicas["rep9"].versions == frozenset()
 
     with_replicas(1, work)
