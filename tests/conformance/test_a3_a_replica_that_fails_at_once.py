@@ -7,10 +7,11 @@ import aiohttp
 
 from steelyard.clock import SystemClock
 from steelyard.errors import RemoteFailed
+from steelyard.inference.engine import OnTokens
 from steelyard.inference.router import Router
 from steelyard.testing.engine import FakeEngine
 from steelyard.testing.gateway import GatewayWorld, binding
-from steelyard.types import GenerateRequest
+from steelyard.types import GenerateRequest, GenerateResult
 
 NUM_REPLICAS = 8
 NUM_CALLS = 160
@@ -22,9 +23,9 @@ WORK_S = 0.02
 class Instance(FakeEngine):
     """Takes its time to answer; where it is broken it fails with a 500, after a millisecond."""
 
-    async def generate(self, request: GenerateRequest, on_tokens: object = None) -> object:  # type: ignore[override]
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
         await asyncio.sleep(FAILURE_S if self.failure is not None else WORK_S)
-        return await super().generate(request)
+        return await super().generate(request, on_tokens)
 
 
 def test_a3_a_replica_that_fails_at_once_draws_a_handful_of_requests_and_comes_back_by_probes(tmp_path: Path) -> None:
