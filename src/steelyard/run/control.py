@@ -191,7 +191,9 @@ class Control:
         names = [f"replica-{index}" for index in range(config.resources.rollout_gpus)]
         async with task_group() as group:
             trainer = group.create_task(children.start_trainer(self._model_dir(), start))
-            replicas = [group.create_task(children.start_replica(index)) for index in range(len(names))]
+            replicas = [
+                group.create_task(children.start_replica(index, self._model_dir())) for index in range(len(names))
+            ]
         return trainer.result(), dict(zip(names, (task.result() for task in replicas), strict=True))
 
     def _model_dir(self) -> Path:

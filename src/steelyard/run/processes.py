@@ -20,7 +20,9 @@ from steelyard.run.directory import RunDirectory
 from steelyard.run.recovery import StartingPoint
 from steelyard.run.replica_options import ReplicaOptions
 from steelyard.run.scorer_process import ScorerOptions
+from steelyard.run.tolerances import probe_tolerance
 from steelyard.run.trainer_options import TrainerOptions
+from steelyard.run.vllm_options import VllmReplicaOptions
 from steelyard.scoring.process import ChildGrader
 from steelyard.trainer.client import TrainerClient
 from steelyard.trainer.records import LossSettings, OptimizerSettings, TrainerSettings
@@ -99,7 +101,9 @@ class Children:
             settings=settings,
             model_dir=str(model_dir),
             weights_dir=str(self.directory.weights),
-            probe_tolerance=config.inference.probe_tolerance,
+            probe_tolerance=probe_tolerance(config),
+            weights_dtype=config.weights.dtype,
+            max_shard_bytes=config.weights.max_shard_bytes,
             checkpoint=start.checkpoint,
             checkpoint_digest=start.digest,
         )
@@ -107,20 +111,53 @@ class Children:
         running = await self._start("steelyard.run.trainer_process", options)
         return TrainerClient(running.client, config.train.step_deadline_s)
 
-    async def start_replica(self, index: int) -> EngineClient:
-        """The local engine of rollout device ``index``."""
+    async def start_replica(self, index: int, model_dir: Path) -> EngineClient:
+        """The engine of rollout device ``index``. ``model_dir``: any directory of the policy's architecture.
+
+        Raises:
+            ProcessDied, DeadlineExceeded: it does not come up.
+        """
         config = self.config
-        options = ReplicaOptions(
+        if config.inference.engine == "vllm":
+            running = await self._start(
+                "steelyard.run.vllm_replica_process",
+                self._vllm_options(index, model_dir),
+                start_deadline_s=config.inference.vllm.start_deadline_s,
+            )
+        else:
+            running = await self._start("steelyard.run.replica_process", self._local_options(index))
+        return EngineClient(running.client, self.clock, ClientDeadlines(load_s=config.weights.load_deadline_s))
+
+    def _local_options(self, index: int) -> ReplicaOptions:
+        config = self.config
+        return ReplicaOptions(
             **self._common(f"replica-{index}", core=index),
             max_running=config.inference.max_running,
             row_tokens=config.model.max_context_tokens,
             kv_tokens=config.inference.kv_tokens,
             prefill_chunk_tokens=config.inference.prefill_chunk_tokens,
             max_versions=config.admission.max_policy_lag + 2,
-            probe_tolerance=config.inference.probe_tolerance,
+            probe_tolerance=probe_tolerance(config),
         )
-        running = await self._start("steelyard.run.replica_process", options)
-        return EngineClient(running.client, self.clock, ClientDeadlines(load_s=config.weights.load_deadline_s))
+
+    def _vllm_options(self, index: int, model_dir: Path) -> VllmReplicaOptions:
+        config, vllm = self.config, self.config.inference.vllm
+        return VllmReplicaOptions(
+            **self._common(f"replica-{index}", core=index),
+            python=str(Path(vllm.python).absolute()),
+            url=vllm.url,
+            model_dir=str(model_dir.absolute()),
+            dtype=config.weights.dtype,
+            log_path=str(self.directory.process_logs / f"replica-{index}.vllm.log"),
+            max_model_len=config.model.max_context_tokens,
+            max_running=config.inference.max_running,
+            kv_cache_bytes=vllm.kv_cache_bytes,
+            extra_args=vllm.extra_args,
+            probe_tolerance=probe_tolerance(config),
+            start_deadline_s=vllm.start_deadline_s,
+            load_deadline_s=config.weights.load_deadline_s,
+            stop_deadline_s=config.runtime.stop_deadline_s,
+        )
 
     async def start_scorer(self, name: str) -> ChildGrader:
         """A grader process for the pool, which watches and kills it itself."""
@@ -166,10 +203,11 @@ class Children:
         """End all children, at once."""
         await asyncio.gather(*(self._end(name) for name in tuple(self._running)))
 
-    async def _start(self, module: str, options: ChildOptions) -> Running:
+    async def _start(self, module: str, options: ChildOptions, start_deadline_s: float | None = None) -> Running:
+        deadline_s = self.config.runtime.start_deadline_s if start_deadline_s is None else start_deadline_s
         child = await start_child(module, options, log_folder=self.directory.process_logs)
         try:
-            client = await child.connect(Path(options.socket_path), self.config.runtime.start_deadline_s)
+            client = await child.connect(Path(options.socket_path), deadline_s)
         except BaseException:
             await child.stop(self.config.runtime.stop_deadline_s)
             raise

@@ -1,0 +1,37 @@
+"""The tolerances of a run: what its configuration gives, else what was measured for its engine and dtype."""
+
+from steelyard.config import Config
+from steelyard.weights.tolerance import Noise, measured_noise
+
+
+def check_tolerances(config: Config) -> None:
+    """Check that a tolerance is given or was measured.
+
+    Raises:
+        ConfigError: neither.
+    """
+    probe_tolerance(config)
+
+
+def probe_tolerance(config: Config) -> float:
+    """By how much a load may differ in the log-probabilities of its probe, in nats.
+
+    Raises:
+        ConfigError: none is given, and none was measured for this engine.
+    """
+    given = config.inference.probe_tolerance
+    return given if given is not None else _noise(config).probe_tolerance
+
+
+def token_tolerance(config: Config) -> float:
+    """By how much a recorded log-probability may differ from one that is computed again, in nats.
+
+    Raises:
+        ConfigError: no tolerance is given, and none was measured for this engine.
+    """
+    given = config.inference.probe_tolerance
+    return given if given is not None else _noise(config).token_tolerance
+
+
+def _noise(config: Config) -> Noise:
+    return measured_noise(config.inference.engine, config.weights.dtype)
