@@ -37,7 +37,7 @@ def chain(process: str, points: tuple[str, ...]) -> FaultPlan | None:
 def carry_through(home: Path, fault: FaultPlan | None, **sections: dict[str, Any]) -> list[e.AnyEvent]:
     """A run that must come to its end by itself and pass its audit; the events of its journal."""
     run = home / "run"
-    every = {"run": {"dir": str(run)}, "algorithm": {"entropy_coef": 0.01}, **sections}
+    every: dict[str, dict[str, Any]] = {"run": {"dir": str(run)}, "algorithm": {"entropy_coef": 0.01}, **sections}
     config = write_small_config(home, write_tiny_model(home / "policy"), **every)
     ended = rehearse(config, home, fault, is_resume=False, deadline_s=DEADLINE_S)
     assert ended.returncode == EXIT_DONE, ended.stderr

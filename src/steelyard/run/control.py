@@ -178,7 +178,7 @@ class Control:
         description = describe_run(config, base.environment, directory)
         async with RolloutSide(config, base.environment, base.children, context.news, keys) as rollouts:
             trainer, engines = await self._start_children()
-            router = Router(engines)
+            router = Router(engines, base.clock, counters=counters)
             fleet = self._fleet(router)
             await fleet.begin()
             versions = self._keeper(trainer, fleet)
