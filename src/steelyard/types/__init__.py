@@ -26,7 +26,7 @@ from steelyard.types.scoring import Score, ScoreJob, Verdict
 from steelyard.types.tasks import Message, Sampling, Task, TaskRef, ToolCall, ToolSpec
 from steelyard.types.traces import SealedTrace, ToolRecord, Trace, Turn
 from steelyard.types.training import LogRatios, MicroBatch, StepBatch, StepReport, TrainingSample
-from steelyard.types.weights import FileDigest, LoadProof, Manifest, ParameterDigest, Probe
+from steelyard.types.weights import FileDigest, LoadProof, Manifest, ParameterDigest, Probe, WeightDigests
 
 __all__ = [
     "ArtifactReport",
@@ -74,4 +74,5 @@ __all__ = [
     "Turn",
     "Verdict",
     "VersionSpan",
+    "WeightDigests",
 ]
