@@ -59,7 +59,7 @@ def run(core: EmulatedCore, until_s: float = 1e8) -> list[Sequence]:
     ended: list[Sequence] = []
     while (next_s := core.next_event_s()) is not None and next_s <= until_s:
         ended += core.advance(next_s)
-    return ended
+    return ended + core.advance(0.0)
 
 
 def test_a_sequence_takes_its_prefill_and_a_step_for_each_further_token() -> None:
