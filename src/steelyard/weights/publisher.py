@@ -3,14 +3,15 @@
 ::
 
     temporary directory -> weights -> config, tokenizer -> manifest (last) -> fsync -> rename -> fsync of the parent
+                     `-> probe, while the weights are written
 """
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 
 from steelyard.digests import digest_bytes
@@ -24,7 +25,7 @@ from steelyard.durable import (
     write_durably,
 )
 from steelyard.errors import IntegrityError
-from steelyard.types import FileDigest, Manifest, ParameterDigest, Probe
+from steelyard.types import FileDigest, Manifest, Probe, WeightDigests
 from steelyard.weights.manifest import (
     COMPANION_NAMES,
     CONFIG_NAME,
@@ -47,6 +48,7 @@ from steelyard.weights.parameters import (
     published_tensors,
 )
 from steelyard.weights.probe import probe_logprobs, probe_sequences, separates
+from steelyard.weights.shard_writer import write_shard
 from steelyard.weights.shards import INDEX_NAME, encode_index, plan_shards
 
 FAULT_POINTS = ("begun", "weights_written", "files_linked", "manifest_written", "before_rename", "renamed", "published")
@@ -88,15 +90,24 @@ class VersionPublisher:
             name: (model_dir / name).read_bytes() for name in COMPANION_NAMES if (model_dir / name).is_file()
         }
 
-    def weights_digest(self, module: torch.nn.Module) -> str:
-        """Digest of the weights in memory, cast; equals ``Manifest.weights_digest`` of a version published from them.
+    def digests(self, module: torch.nn.Module) -> WeightDigests:
+        """Digests of the weights in memory, cast; equal to those of a version published from them.
 
         Weights that differ by less than the cast keeps have one digest.
         """
-        return weights_digest(parameter_digests(self._tensors(module)))
+        parameters = parameter_digests(self._tensors(module))
+        return WeightDigests(weights=weights_digest(parameters), parameters=parameters)
 
-    def publish(self, module: torch.nn.Module, *, version: int, step: int, parent_version: int | None) -> Manifest:
-        """Publish the module's weights as ``version``.
+    def publish(
+        self,
+        module: torch.nn.Module,
+        *,
+        version: int,
+        step: int,
+        parent_version: int | None,
+        digests: WeightDigests | None = None,
+    ) -> Manifest:
+        """Publish the module's weights as ``version``; ``digests`` are those of just these, where they are known.
 
         A version that is already published with the same weights is left as it is and its manifest returned, so
         that publication can be repeated after a crash.
@@ -106,16 +117,18 @@ class VersionPublisher:
                 weights give no finite log-probabilities.
             StorageFailed: the disk refused; no version appears.
         """
-        tensors = self._tensors(module)
-        parameters = parameter_digests(tensors)
+        known = digests if digests is not None else self.digests(module)
         final = self._root / version_dir_name(version)
         if final.exists():
-            return _published_before(final, parameters)
-        probe = self._probe(module, tensors, version, parent_version)
+            return _published_before(final, known.weights)
+        tensors = self._tensors(module)
         with storage_errors(f"version {version}"):
             temporary = new_temporary(final)
             self._fault("begun")
-            files = self._write_weights(temporary, tensors)
+            with ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish") as executor:
+                writing = executor.submit(self._write_weights, temporary, tensors)
+                probe = self._probe(module, tensors, version, parent_version)
+                files = writing.result()
             self._fault("weights_written")
             files += self._write_companions(temporary, parent_version)
             self._fault("files_linked")
@@ -124,8 +137,8 @@ class VersionPublisher:
                 step=step,
                 parent_version=parent_version,
                 files=tuple(files),
-                parameters=parameters,
-                weights_digest=weights_digest(parameters),
+                parameters=known.parameters,
+                weights_digest=known.weights,
                 model_config_digest=model_config_digest(temporary),
                 tokenizer_digest=tokenizer_digest(temporary),
                 template_digest=template_digest(temporary),
@@ -146,9 +159,7 @@ class VersionPublisher:
         shards = plan_shards(sizes_bytes, self._max_shard_bytes)
         files = []
         for shard in shards:
-            contiguous = {name: tensors[name].cpu().contiguous() for name in shard.tensor_names}
-            data = safetensors.torch.save(contiguous, metadata={"format": "pt"})
-            files.append(_write_file(directory / shard.name, data))
+            files.append(write_shard(directory / shard.name, {name: tensors[name] for name in shard.tensor_names}))
         if len(shards) > 1:
             files.append(_write_file(directory / INDEX_NAME, encode_index(shards, sizes_bytes)))
         return files
@@ -203,9 +214,8 @@ def _write_file(path: Path, data: bytes) -> FileDigest:
     return FileDigest(name=path.name, num_bytes=len(data), digest=digest_bytes(data))
 
 
-def _published_before(final: Path, parameters: tuple[ParameterDigest, ...]) -> Manifest:
+def _published_before(final: Path, digest: str) -> Manifest:
     manifest = read_manifest(final)
-    digest = weights_digest(parameters)
     if manifest.weights_digest != digest:
         raise IntegrityError(
             f"version {manifest.version} is published with weights {manifest.weights_digest}; it must not be published "

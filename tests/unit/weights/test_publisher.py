@@ -242,7 +242,7 @@ def test_float32_weights_are_published_in_another_dtype_with_the_log_probabiliti
     manifest = writer.publish(module, version=1, step=1, parent_version=None)
     loaded = VersionLoader().load(tmp_path / "v000001")
     assert manifest.dtype == dtype
-    assert writer.weights_digest(module) == manifest.weights_digest
+    assert writer.digests(module).weights == manifest.weights_digest
     assert {parameter.dtype for parameter in loaded.module.parameters()} == {getattr(torch, dtype)}
     assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
     assert json.loads((tmp_path / "v000001" / "config.json").read_bytes())["dtype"] == dtype
