@@ -121,8 +121,7 @@ async def _lay_foundation(context: RunContext, stack: AsyncExitStack) -> Foundat
     await asyncio.to_thread(end_abandoned_sandboxes, directory.sandboxes)
     # At the end too: graders are killed, for a stuck one would not listen, and cannot tidy up themselves.
     stack.push_async_callback(asyncio.to_thread, end_abandoned_sandboxes, directory.sandboxes)
-    children = Children(config, directory, context.policy_dir, sockets, clock, context.fault)
-    await stack.enter_async_context(stopping(children))
+    children = await stack.enter_async_context(stopping(Children(config, directory, sockets, clock, context.fault)))
     return Foundation(clock, ids, stores, environment, coordinator, recorder, children)
 
 
@@ -192,7 +191,9 @@ class Control:
         names = [f"replica-{index}" for index in range(config.resources.rollout_gpus)]
         async with task_group() as group:
             trainer = group.create_task(children.start_trainer(self._model_dir(), start))
-            replicas = [group.create_task(children.start_replica(index)) for index in range(len(names))]
+            replicas = [
+                group.create_task(children.start_replica(index, self._model_dir())) for index in range(len(names))
+            ]
         return trainer.result(), dict(zip(names, (task.result() for task in replicas), strict=True))
 
     def _model_dir(self) -> Path:

@@ -57,13 +57,11 @@ class Children:
 
     Args:
         sockets: a short path for sockets and options files; gone with the run.
-        policy_dir: the starting policy.
         fault: which process is to die where, in a rehearsal.
     """
 
     config: Config
     directory: RunDirectory
-    policy_dir: Path
     sockets: Path
     clock: Clock
     fault: FaultPlan | None = None
@@ -113,8 +111,8 @@ class Children:
         running = await self._start("steelyard.run.trainer_process", options)
         return TrainerClient(running.client, config.train.step_deadline_s)
 
-    async def start_replica(self, index: int) -> EngineClient:
-        """The engine of rollout device ``index``.
+    async def start_replica(self, index: int, model_dir: Path) -> EngineClient:
+        """The engine of rollout device ``index``. ``model_dir``: any directory of the policy's architecture.
 
         Raises:
             ProcessDied, DeadlineExceeded: it does not come up.
@@ -123,7 +121,7 @@ class Children:
         if config.inference.engine == "vllm":
             running = await self._start(
                 "steelyard.run.vllm_replica_process",
-                self._vllm_options(index),
+                self._vllm_options(index, model_dir),
                 start_deadline_s=config.inference.vllm.start_deadline_s,
             )
         else:
@@ -142,13 +140,13 @@ class Children:
             probe_tolerance=probe_tolerance(config),
         )
 
-    def _vllm_options(self, index: int) -> VllmReplicaOptions:
+    def _vllm_options(self, index: int, model_dir: Path) -> VllmReplicaOptions:
         config, vllm = self.config, self.config.inference.vllm
         return VllmReplicaOptions(
             **self._common(f"replica-{index}", core=index),
             python=str(Path(vllm.python).absolute()),
             url=vllm.url,
-            model_dir=str((self.directory.first_version() or self.policy_dir).absolute()),
+            model_dir=str(model_dir.absolute()),
             dtype=config.weights.dtype,
             log_path=str(self.directory.process_logs / f"replica-{index}.vllm.log"),
             max_model_len=config.model.max_context_tokens,
