@@ -22,13 +22,17 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
 
 class RuntimeConfig(Section, frozen=True, kw_only=True):
-    """``inline`` holds everything in one process (tests); ``local`` runs one process per component."""
+    """``inline`` holds everything in one process (tests); ``local`` runs one process per component.
+
+    A replica or trainer that dies is started again, at most ``max_restarts`` times in a row without any success.
+    """
 
     kind: Literal["inline", "local", "ray"] = "local"
     devices: Literal["cpu"] = "cpu"
     ray_address: str | None = None
     start_deadline_s: float = 120.0
     stop_deadline_s: float = 10.0
+    max_restarts: int = 3
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -152,7 +156,9 @@ class InferenceConfig(Section, frozen=True, kw_only=True):
     """One engine per rollout device.
 
     ``probe_tolerance``: by how much a load may differ in the log-probabilities of its probe, in nats. Null takes what
-    was measured for the engine and ``weights.dtype``.
+    was measured for the engine and ``weights.dtype``. ``mismatch_bound``: an alarm goes on where the log-probabilities
+    that engine and trainer give to tokens of the newest weights differ by more than this at the 99th percentile of a
+    step, in nats; null likewise.
     """
 
     engine: Literal["local", "vllm", "emulated"] = "local"
@@ -160,6 +166,7 @@ class InferenceConfig(Section, frozen=True, kw_only=True):
     kv_tokens: int = 131_072
     prefill_chunk_tokens: int = 512
     probe_tolerance: float | None = None
+    mismatch_bound: float | None = None
     vllm: VllmConfig = VllmConfig()
 
 

@@ -11,6 +11,7 @@ def check_tolerances(config: Config) -> None:
         ConfigError: neither.
     """
     probe_tolerance(config)
+    mismatch_bound(config)
 
 
 def probe_tolerance(config: Config) -> float:
@@ -31,6 +32,16 @@ def token_tolerance(config: Config) -> float:
     """
     given = config.inference.probe_tolerance
     return given if given is not None else _noise(config).token_tolerance
+
+
+def mismatch_bound(config: Config) -> float:
+    """What the 99th percentile of the differences between engine and trainer should not exceed, in nats.
+
+    Raises:
+        ConfigError: none is given, and none was measured for this engine.
+    """
+    given = config.inference.mismatch_bound
+    return given if given is not None else _noise(config).mismatch_bound
 
 
 def _noise(config: Config) -> Noise:

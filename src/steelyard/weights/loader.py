@@ -12,9 +12,10 @@ from transformers.utils import logging as transformers_logging
 
 from steelyard.errors import IntegrityError
 from steelyard.types import Manifest
-from steelyard.weights.compatibility import Compatibility, CompatibilityCheck
-from steelyard.weights.manifest import check_files, check_same_parameters, read_manifest, weights_digest
+from steelyard.weights.compatibility import Compatibility
+from steelyard.weights.manifest import check_same_parameters, weights_digest
 from steelyard.weights.parameters import parameter_digests, published_tensors
+from steelyard.weights.reader import VersionReader
 
 transformers_logging.disable_progress_bar()
 
@@ -34,7 +35,7 @@ class VersionLoader:
     """Loads versions that fit ``expected``; None takes the first version that is loaded as the measure."""
 
     def __init__(self, expected: Compatibility | None = None) -> None:
-        self._compatibility = CompatibilityCheck(expected)
+        self._reader = VersionReader(expected)
 
     def load(self, version_dir: str | Path) -> LoadedVersion:
         """Verify the files, build the module and compare every parameter in memory with the manifest.
@@ -43,11 +44,8 @@ class VersionLoader:
             IntegrityError: names the file, config, tokenizer, template or parameter that is not what was published,
                 or not what the run started with.
         """
-        directory = Path(version_dir)
-        manifest = read_manifest(directory)
-        check_files(directory, manifest)
-        self._compatibility.check(directory, manifest)
-        module = _build(directory, manifest)
+        manifest = self._reader.read(str(version_dir))
+        module = build_module(Path(version_dir), manifest)
         check_same_parameters(manifest, parameter_digests(published_tensors(module)), "memory")
         return LoadedVersion(module=module, manifest=manifest)
 
@@ -56,7 +54,12 @@ class VersionLoader:
         return weights_digest(parameter_digests(published_tensors(module)))
 
 
-def _build(directory: Path, manifest: Manifest) -> torch.nn.Module:
+def build_module(directory: Path, manifest: Manifest) -> torch.nn.Module:
+    """The decoder in ``directory``, in eval mode and in the manifest's dtype; nothing is compared with the manifest.
+
+    Raises:
+        IntegrityError: the directory does not load as a decoder.
+    """
     try:
         with _BUILDING:
             module: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(

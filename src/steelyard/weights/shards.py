@@ -6,6 +6,7 @@ https://huggingface.co/docs/transformers/big_models#sharded-checkpoints
 """
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,18 +24,15 @@ class Shard:
 
 
 def plan_shards(sizes_bytes: Mapping[str, int], max_shard_bytes: int) -> tuple[Shard, ...]:
-    """Cut the tensors, in their order, into shards of at most ``max_shard_bytes`` of tensor data.
+    """Cut the tensors, in their order, into as few shards of at most ``max_shard_bytes`` as there can be.
 
-    A tensor that is larger by itself gets a shard of its own.
+    A tensor that is larger by itself gets a shard of its own. The largest shard is as small as that number of shards
+    allows, so that they are read and written evenly and none is so small that its loss would hardly show.
     """
-    cuts: list[list[str]] = [[]]
-    filled_bytes = 0
-    for name, num_bytes in sizes_bytes.items():
-        if cuts[-1] and filled_bytes + num_bytes > max_shard_bytes:
-            cuts.append([])
-            filled_bytes = 0
-        cuts[-1].append(name)
-        filled_bytes += num_bytes
+    num_shards = len(_cut(sizes_bytes, max_shard_bytes))
+    limits = range(max_shard_bytes + 1)
+    limit = bisect_left(limits, True, key=lambda limit_bytes: len(_cut(sizes_bytes, limit_bytes)) <= num_shards)
+    cuts = _cut(sizes_bytes, limit)
     if len(cuts) == 1:
         return (Shard(WEIGHTS_NAME, tuple(cuts[0])),)
     stem = WEIGHTS_NAME.removesuffix(".safetensors")
@@ -42,6 +40,18 @@ def plan_shards(sizes_bytes: Mapping[str, int], max_shard_bytes: int) -> tuple[S
         Shard(f"{stem}-{number:05d}-of-{len(cuts):05d}.safetensors", tuple(names))
         for number, names in enumerate(cuts, start=1)
     )
+
+
+def _cut(sizes_bytes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
+    cuts: list[list[str]] = [[]]
+    filled_bytes = 0
+    for name, num_bytes in sizes_bytes.items():
+        if cuts[-1] and filled_bytes + num_bytes > limit_bytes:
+            cuts.append([])
+            filled_bytes = 0
+        cuts[-1].append(name)
+        filled_bytes += num_bytes
+    return cuts
 
 
 def encode_index(shards: tuple[Shard, ...], sizes_bytes: Mapping[str, int]) -> bytes:

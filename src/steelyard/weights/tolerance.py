@@ -17,21 +17,21 @@ class Noise:
     ``probe_max``: the largest difference seen on a probe. ``probe_tolerance``: what a load may differ by.
     ``token_tolerance``: what any recorded token may differ by when it is computed again from the stored weights; there
     are far more of these than tokens in a probe, so their largest difference is larger.
-    ``mismatch_p99_bound``: an alarm goes on where the 99th percentile of a step's differences between engine and
+    ``mismatch_bound``: an alarm goes on where the 99th percentile of a step's differences between engine and
     trainer exceeds it. It covers the cast too: the trainer computes in float32 whatever is published.
     """
 
     probe_max: float
     probe_tolerance: float
     token_tolerance: float
-    mismatch_p99_bound: float
+    mismatch_bound: float
 
 
 NOISE = {
-    ("local", "float32", 1): Noise(probe_max=0.0, probe_tolerance=1e-4, token_tolerance=1e-4, mismatch_p99_bound=1e-3),
-    ("vllm", "float32", 1): Noise(
-        probe_max=2.2e-5, probe_tolerance=1e-4, token_tolerance=1e-3, mismatch_p99_bound=1e-3
-    ),
+    ("local", "float32", 1): Noise(probe_max=0.0, probe_tolerance=1e-4, token_tolerance=1e-4, mismatch_bound=1e-3),
+    ("local", "bfloat16", 1): Noise(probe_max=0.0, probe_tolerance=0.2, token_tolerance=0.5, mismatch_bound=0.5),
+    ("local", "float16", 1): Noise(probe_max=0.0, probe_tolerance=0.05, token_tolerance=0.1, mismatch_bound=0.1),
+    ("vllm", "float32", 1): Noise(probe_max=2.2e-5, probe_tolerance=1e-4, token_tolerance=1e-3, mismatch_bound=1e-3),
 }
 """By engine, dtype of the published weights, and tensor parallelism. Not yet measured on a GPU."""
 
