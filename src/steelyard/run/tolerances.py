@@ -45,4 +45,6 @@ def mismatch_bound(config: Config) -> float:
 
 
 def _noise(config: Config) -> Noise:
-    return measured_noise(config.inference.engine, config.weights.dtype)
+    """The emulated engine computes nothing: only the trainer's own probe is judged, as for the local engine."""
+    engine = "local" if config.inference.engine == "emulated" else config.inference.engine
+    return measured_noise(engine, config.weights.dtype)
