@@ -29,9 +29,10 @@ _PADDED_ROWS = 64
 class FakeVllm:
     """A server whose faults are fields.
 
-    ``token_s``: pause before each token. ``spoil_choice`` changes a chunk's choice before it is sent. ``die_after``:
-    break off after so many tokens of a request. ``is_stale``: reloads change nothing. ``probe_shift``: added to each
-    log-probability of a prompt. ``status``: answer every generation with it.
+    ``token_s``: pause before each token. ``hold_at``: a request gets no more than so many tokens while it is set.
+    ``spoil_choice`` changes a chunk's choice before it is sent. ``die_after``: break off after so many tokens of a
+    request. ``is_stale``: reloads change nothing. ``probe_shift``: added to each log-probability of a prompt.
+    ``status``: answer every generation with it.
     """
 
     vocab_size: int = 64
@@ -40,6 +41,8 @@ class FakeVllm:
     die_after: int | None = None
     is_stale: bool = False
     is_deaf_to_aborts: bool = False
+    hold_at: int | None = None
+    are_probes_held: bool = False
     probe_shift: float = 0.0
     status: int = 200
     label: str = "default"
@@ -49,6 +52,7 @@ class FakeVllm:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
     num_open: int = 0
+    num_held: int = 0
     _may_compute: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -83,6 +87,8 @@ class FakeVllm:
         if self.status != 200:
             return web.Response(status=self.status, text="no")
         if "prompt_logprobs" in body["sampling_params"]:
+            while self.are_probes_held:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
             return web.json_response(self._scored(body["token_ids"]))
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
@@ -98,6 +104,8 @@ class FakeVllm:
         spans: list[dict[str, Any]] = []
         for index in range(sampling["max_tokens"]):
             await asyncio.sleep(self.token_s)
+            if index == self.hold_at:
+                await self._hold(body["request_id"])
             await self._may_compute.wait()
             if REQUEST_PREFIX + body["request_id"] in self.aborted:
                 await _send(response, _choice([], [], "abort", spans))
@@ -119,6 +127,12 @@ class FakeVllm:
                 break
         usage = {"prompt_tokens_details": {"cached_tokens": 0}}
         await response.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n".encode())
+
+    async def _hold(self, request_id: str) -> None:
+        self.num_held += 1
+        while self.hold_at is not None and REQUEST_PREFIX + request_id not in self.aborted:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        self.num_held -= 1
 
     def _scored(self, token_ids: list[int]) -> dict[str, Any]:
         assert self.manifest is not None

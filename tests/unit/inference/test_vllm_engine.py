@@ -268,13 +268,19 @@ def test_cancelling_the_call_closes_the_stream() -> None:
 @pytest.mark.parametrize("kv", [KvRule.RECOMPUTE, KvRule.KEEP])
 def test_an_update_changes_the_weights_under_requests_that_follow(kv: KvRule) -> None:
     async def scene(world: Scene) -> None:
-        running = asyncio.create_task(world.ask(max_tokens=60, follows=True))
-        await world.until(lambda: world.fake.num_open == 1)
+        running = asyncio.create_task(world.ask(max_tokens=12, follows=True))
+        await world.until(lambda: world.fake.num_held == 1)
         world.fake.calls.clear()
         await world.engine.update(world.dir_of(2), 2, kv)
+        world.fake.hold_at = None
         result = await running
         first, second = result.version_spans
-        assert (first.version, second.version, second.kv_version) == (0, 2, 0 if kv is KvRule.KEEP else None)
+        assert (first.version, second.start, second.version, second.kv_version) == (
+            0,
+            5,
+            2,
+            0 if kv is KvRule.KEEP else None,
+        )
         expected = [
             world.fake.expected_logprob(0 if at < second.start else 2, 3 + at, token)
             for at, token in enumerate(result.token_ids)
@@ -284,22 +290,23 @@ def test_an_update_changes_the_weights_under_requests_that_follow(kv: KvRule) ->
         order = ["pause", "label", "reload_weights", "steelyard_parameters", "steelyard_digests", "reset", "resume"]
         assert world.fake.calls == [one for one in order if kv is KvRule.RECOMPUTE or one != "reset"]
 
-    play(scene, token_s=0.005)
+    play(scene, hold_at=5)
 
 
 def test_an_update_under_a_pinned_request_is_refused_and_names_it() -> None:
     async def scene(world: Scene) -> None:
-        running = asyncio.create_task(world.ask(max_tokens=40))
-        await world.until(lambda: world.fake.num_open == 1)
+        running = asyncio.create_task(world.ask(max_tokens=12))
+        await world.until(lambda: world.fake.num_held == 1)
         with pytest.raises(EngineError, match="req_a"):
             await world.engine.update(world.dir_of(1), 1, KvRule.RECOMPUTE)
         with pytest.raises(EngineError, match="one version at a time"):
             await world.engine.load(world.dir_of(1), 1)
         with pytest.raises(EngineError, match="no open requests"):
             await world.engine.unload(0)
+        world.fake.hold_at = None
         assert (await running).version_spans == (VersionSpan(start=0, version=0),)
 
-    play(scene, token_s=0.005)
+    play(scene, hold_at=5)
 
 
 @pytest.mark.parametrize(
@@ -312,8 +319,8 @@ def test_an_update_under_a_pinned_request_is_refused_and_names_it() -> None:
 )
 def test_a_load_that_is_not_what_was_published_serves_nobody(fault: dict[str, Any], words: str) -> None:
     async def scene(world: Scene) -> None:
-        running = asyncio.create_task(world.ask(max_tokens=200, follows=True))
-        await world.until(lambda: world.fake.num_open == 1)
+        running = asyncio.create_task(world.ask(max_tokens=12, follows=True))
+        await world.until(lambda: world.fake.num_held == 1)
         for name, value in fault.items():
             setattr(world.fake, name, value)
         with pytest.raises(IntegrityError, match=words):
@@ -324,12 +331,12 @@ def test_a_load_that_is_not_what_was_published_serves_nobody(fault: dict[str, An
         assert (health.is_healthy, health.versions) == (False, ()) and words in health.detail
         with pytest.raises(EngineError, match="could not be loaded"):
             await world.ask("req_b")
-        world.fake.is_stale, world.fake.probe_shift = False, 0.0
+        world.fake.is_stale, world.fake.probe_shift, world.fake.hold_at = False, 0.0, None
         await world.engine.load(world.dir_of(1), 1)
         assert (await world.engine.health()).versions == (1,)
         assert (await world.ask("req_c", version=1)).version_spans == (VersionSpan(start=0, version=1),)
 
-    play(scene, token_s=0.005)
+    play(scene, hold_at=5)
 
 
 def test_a_version_that_does_not_verify_leaves_the_one_before_serving() -> None:
@@ -343,14 +350,20 @@ def test_a_version_that_does_not_verify_leaves_the_one_before_serving() -> None:
 
 def test_results_wait_for_the_proof_of_the_weights_that_sampled_them() -> None:
     async def scene(world: Scene) -> None:
-        running = asyncio.create_task(world.ask(max_tokens=30, follows=True))
-        await world.until(lambda: world.fake.num_open == 1)
-        proof = asyncio.create_task(world.engine.update(world.dir_of(1), 1, KvRule.RECOMPUTE))
-        await asyncio.wait({running, proof}, return_when=asyncio.FIRST_COMPLETED)
-        assert proof.done()
-        await running
+        running = asyncio.create_task(world.ask(max_tokens=12, follows=True))
+        await world.until(lambda: world.fake.num_held == 1)
+        world.fake.are_probes_held = True
+        world.fake.calls.clear()
+        proving = asyncio.create_task(world.engine.update(world.dir_of(1), 1, KvRule.RECOMPUTE))
+        await world.until(lambda: "resume" in world.fake.calls[-1:])
+        world.fake.hold_at = None
+        await world.until(lambda: world.fake.num_open == 0)
+        assert not running.done() and not proving.done()
+        world.fake.are_probes_held = False
+        assert [span.version for span in (await running).version_spans] == [0, 1]
+        assert proving.done()
 
-    play(scene, token_s=0.005)
+    play(scene, hold_at=5)
 
 
 def test_what_the_server_cannot_do_is_refused_before_it_is_asked() -> None:
