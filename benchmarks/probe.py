@@ -351,6 +351,7 @@ async def try_versions(side: Side, model_dir: Path, dtype: str, num_loads: int) 
 def figures(tally: Tally, dtype: str, tolerance: float, num_parameters: int) -> dict[str, object]:
     """The tally as it is printed."""
     num_wrong = sum(tally.wrong.values())
+    num_beyond = sum(error > max(tally.honest_errors) for found in tally.wrong_errors.values() for error in found)
     return {
         "dtype": dtype,
         "parameters": num_parameters,
@@ -367,6 +368,7 @@ def figures(tally: Tally, dtype: str, tolerance: float, num_parameters: int) -> 
         "caught_by_probe": {kind: f"{tally.by_probe[kind]} of {tally.wrong[kind]}" for kind in KINDS},
         "digest_frac": sum(tally.by_digest.values()) / num_wrong,
         "probe_frac": sum(tally.by_probe.values()) / num_wrong,
+        "wrong_beyond_every_honest": f"{num_beyond} of {num_wrong}",
         "false_alarms": f"{tally.num_false_alarms} of {tally.num_honest}",
         "false_alarm_frac": tally.num_false_alarms / tally.num_honest,
         "versions_that_the_probe_tells_from_their_parent": f"{tally.num_separated} of {tally.num_versions}",

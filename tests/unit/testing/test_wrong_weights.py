@@ -1,4 +1,4 @@
-"""Loads that go wrong behind the checks of files: the digest of memory sees all of them, the probe those that matter."""
+"""Loads that go wrong behind the checks of files: the digest of memory sees all of them, the probe most."""
 
 import asyncio
 import random
