@@ -7,8 +7,8 @@ processes that take turns (A B A B ...):
     ample     KV for all 64 contexts at their full length
     half      KV for 32 of them
 
-Compared are generated tokens a second, as the median over rounds of half / ample. Printed beside it are the prompt
-tokens that were computed for each generated one, the share that reuse saved, and how many running requests were evicted.
+Compared are generated tokens a second, as the median over rounds of half / ample. Printed beside it: the prompt tokens
+that were computed for each generated one, the share that reuse saved, and how many running requests were evicted.
 One random-weight decoder of 3.3M parameters, one thread, greedy.
 
     python benchmarks/kv_pressure.py            3 rounds of 3 episodes an agent
