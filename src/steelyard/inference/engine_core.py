@@ -29,13 +29,16 @@ class EngineSettings:
 
     ``max_versions`` is ``max_policy_lag + 2``. ``row_tokens`` is the longest sequence. ``kv_tokens`` bounds what is
     reserved; rows are strips of address space, of which only the written part takes memory. ``answer_deadline_s`` is
-    how long the front waits for its thread beyond a request's own deadline.
+    how long the front waits for its thread beyond a request's own deadline. ``step_tokens``: a step costs as much as
+    computing this many prompt tokens, whatever else is in it: about 16 for a small decoder on a CPU; not yet measured
+    on a GPU, where it is larger.
     """
 
     max_running: int = 64
     row_tokens: int = 1024
     kv_tokens: int = 131_072
     prefill_chunk_tokens: int = 512
+    step_tokens: int = 16
     max_versions: int = 3
     probe_tolerance: float = 1e-4
     answer_deadline_s: float = 30.0
@@ -70,7 +73,10 @@ class EngineCore:
             num_rows=settings.num_rows, row_tokens=settings.row_tokens, capacity_tokens=settings.kv_tokens
         )
         self.scheduler = Scheduler(
-            self._blocks, max_running=settings.max_running, prefill_chunk_tokens=settings.prefill_chunk_tokens
+            self._blocks,
+            max_running=settings.max_running,
+            prefill_chunk_tokens=settings.prefill_chunk_tokens,
+            step_tokens=settings.step_tokens,
         )
         self._runner = ModelRunner(
             self._blocks, max_versions=settings.max_versions, device=torch.device(settings.device)

@@ -1,18 +1,19 @@
 """Who holds which part of the key-value cache. Bookkeeping only: no tensors, no clock.
 
 A *row* is a contiguous strip of ``row_tokens`` positions in the tensors of :mod:`steelyard.inference.kv_cache`;
-it is handed out whole to one sequence and accounted in blocks of ``block_tokens``. Callers name sequences, never
-rows, so that scattered blocks can replace rows later without a change outside this module and ``kv_cache``.
+it is handed out whole to one sequence and accounted in blocks of ``block_tokens``. Callers name sequences, not rows.
 
 A sequence is *running* while a request computes on it, and *retained* afterwards, so that the next turn of its
 conversation, or a sibling with the same beginning, need not compute it again. Reuse is decided on (version, equal token
 prefix) and on nothing else: the tokens are compared, hashes only find candidates.
 
-Space. A running sequence holds blocks for the tokens that it has, and grows. It is admitted only if what all running
-sequences are projected to need at their ends leaves room for its own projection. What is retained fills the rest, is
-evicted whole, and is the first to go. Conversations have a ``rank``: the order in which their attempts came. A new
-sequence may push out what younger attempts retain, never what older ones do. Otherwise, where contexts outgrow the
-cache, each agent would push out whoever comes back next, and all would compute everything again (PROBLEMS, row T2).
+Space. A running sequence holds blocks for the tokens that it has, and grows. What is retained fills the rest, is
+evicted whole, and is the first to go. Conversations have a ``rank``: the order in which their attempts came. Admission
+goes by projections: what all running sequences are projected to need in the end, what older attempts retain, and, for
+a conversation that comes anew, some turns of growth for each of them. So it pushes out what younger attempts retain,
+never what older ones do, and may then stay for some turns. Otherwise, where contexts outgrow the cache, each agent
+would push out whoever comes back next, and all would compute everything again (PROBLEMS, row T2). Where computing again
+costs less than an idle engine, the caller says so, and only the running count.
 """
 
 import enum
@@ -21,6 +22,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from steelyard.errors import EngineError
+
+# Who comes anew finds room for this many more turns of everybody. So what it computes again, if it is ever pushed out,
+# is shared by as many turns.
+_TURNS_AHEAD = 6
+
+# The mean growth of a turn is over about so many: more than the conversations that may end at the same time.
+_GROWTH_WINDOW = 512
 
 
 class Wait(enum.Enum):
@@ -83,6 +91,7 @@ class _Holder:
     rank: int
     is_running: bool
     tick: int
+    num_continued: int
     is_kept: bool = True
 
 
@@ -123,6 +132,8 @@ class BlockTable:
         self._index: dict[tuple[int, int], dict[int, None]] = {}
         self._copies: list[Copy] = []
         self._projected_blocks = 0
+        self._turn_tokens = 0.0
+        self._num_turns = 0
         self._tick = 0
         self.placement = 0
         """Grows whenever a row gets another holder; as long as it stays, every sequence is where it was."""
@@ -175,13 +186,13 @@ class BlockTable:
 
     # --- admission --------------------------------------------------------------------------------
 
-    def admit(self, info: SequenceInfo, displaces_older: bool = False) -> Admitted | Wait:
+    def admit(self, info: SequenceInfo, is_eager: bool = False) -> Admitted | Wait:
         """Give a new running sequence a row, and space for its prompt.
 
         In order of preference it continues its own retained sequence, copies the longest equal prefix of
         another one, or starts empty. It is told to wait where a running sequence is just computing a longer
-        equal prefix, and where there is no space: its projection does not fit beside those of the running and what
-        older attempts retain, or, with ``displaces_older``, beside the former alone. A refusal changes nothing.
+        equal prefix, and where there is no space by the rule above; ``is_eager``: only what runs counts. A refusal
+        changes nothing.
         """
         usable = len(info.prompt) - 1
         own = self._own_retained(info)
@@ -191,11 +202,11 @@ class BlockTable:
         if min(match.num_coming, usable) >= max(num_own, num_other) + self.block_tokens:
             return Wait.SHARED_PREFIX
         if own is not None and 0 < num_own >= num_other:
-            return self._take_over(own, info, num_own, displaces_older)
-        admitted = self._start_in_new_row(info, match.holder, num_other, displaces_older)
-        may_go = match.holder is not None and (displaces_older or match.holder.rank >= info.rank)
+            return self._take_over(own, info, num_own, is_eager)
+        admitted = self._start_in_new_row(info, match.holder, num_other, is_eager)
+        may_go = match.holder is not None and (is_eager or match.holder.rank >= info.rank)
         if isinstance(admitted, Wait) and match.holder is not None and may_go:
-            return self._take_over(match.holder, info, num_other, displaces_older)
+            return self._take_over(match.holder, info, num_other, is_eager)
         return admitted
 
     def grow(self, sequence_id: str, num_tokens: int) -> int:
@@ -241,6 +252,8 @@ class BlockTable:
             self._drop(holder)
             return
         del self._running[sequence_id]
+        if holder.num_continued:
+            self._note_turn(len(tokens) - holder.num_continued)
         self._unindex(holder)
         holder.tokens, holder.num_ready = tokens, len(tokens)
         holder.chain = self.chain(tokens)
@@ -261,6 +274,7 @@ class BlockTable:
             if holder.is_running:
                 holder.is_kept = False
             else:
+                self._note_turn(0)
                 self._drop(holder)
 
     def drop_version(self, version: int) -> None:
@@ -330,13 +344,11 @@ class BlockTable:
         return _Match(None, 0, coming)
 
     def _start_in_new_row(
-        self, info: SequenceInfo, source: _Holder | None, num_cached: int, displaces_older: bool
+        self, info: SequenceInfo, source: _Holder | None, num_cached: int, is_eager: bool
     ) -> Admitted | Wait:
-        needed = self._blocks_for(len(info.prompt))
-        evictable = self._displaceable(info, source, displaces_older)
-        if not self._fits(info, evictable, source, is_taken_over=False):
-            return Wait.NO_SPACE
-        if not self._make_space(needed, evictable, needs_row=True):
+        needed, evictable = self._blocks_for(len(info.prompt)), self._displaceable(info, source, is_eager)
+        spare = 0 if is_eager else self._growth_blocks(info, evictable)
+        if not self._fits(info, evictable, spare) or not self._make_space(needed, evictable, needs_row=True):
             return Wait.NO_SPACE
         row = heapq.heappop(self._free_rows)
         if source is not None:
@@ -345,47 +357,60 @@ class BlockTable:
         self._occupy(row, info, num_cached, needed)
         return Admitted(num_cached)
 
-    def _take_over(
-        self, holder: _Holder, info: SequenceInfo, num_cached: int, displaces_older: bool
-    ) -> Admitted | Wait:
+    def _take_over(self, holder: _Holder, info: SequenceInfo, num_cached: int, is_eager: bool) -> Admitted | Wait:
         if holder.is_running:
             return Wait.NO_SPACE
-        needed = self._blocks_for(len(info.prompt))
-        evictable = self._displaceable(info, holder, displaces_older)
-        if not self._fits(info, evictable, holder, is_taken_over=True):
-            return Wait.NO_SPACE
-        if not self._make_space(needed - holder.num_blocks, evictable):
+        needed, evictable = self._blocks_for(len(info.prompt)), self._displaceable(info, holder, is_eager)
+        held = holder.num_blocks
+        if not self._fits(info, evictable, -held) or not self._make_space(needed - held, evictable):
             return Wait.NO_SPACE
         row = holder.row
         self._drop(holder)
         self._free_rows.remove(row)
         heapq.heapify(self._free_rows)
-        self._occupy(row, info, num_cached, needed)
+        continued = holder.sequence_key == info.sequence_key
+        self._occupy(row, info, num_cached, needed, num_continued=len(holder.tokens) if continued else 0)
         return Admitted(num_cached)
 
-    def _displaceable(self, info: SequenceInfo, kept: _Holder | None, displaces_older: bool) -> list[_Holder]:
+    def _displaceable(self, info: SequenceInfo, kept: _Holder | None, is_eager: bool) -> list[_Holder]:
         """What may go for a new sequence, the first to go last."""
-        return self._by_age(
-            held for held in self._retained.values() if held is not kept and (displaces_older or held.rank >= info.rank)
-        )
+        others = (held for held in self._retained.values() if held is not kept)
+        return self._by_age(held for held in others if is_eager or held.rank >= info.rank)
 
     def _by_age(self, holders: Iterable[_Holder]) -> list[_Holder]:
         """Oldest attempts first; within an attempt, what was used last comes first."""
         return sorted(holders, key=lambda held: (held.rank, -held.tick))
 
-    def _fits(self, info: SequenceInfo, evictable: list[_Holder], kept: _Holder | None, *, is_taken_over: bool) -> bool:
-        """Whether a projection fits beside those of the running, and beside what stays retained."""
+    def _fits(self, info: SequenceInfo, evictable: list[_Holder], spare_blocks: int) -> bool:
+        """Whether a projection and ``spare_blocks`` fit beside those of the running and what stays retained."""
         retained = sum(held.num_blocks for held in self._retained.values())
-        retained -= sum(held.num_blocks for held in evictable)
-        if is_taken_over and kept is not None:
-            retained -= kept.num_blocks
-        return self._projected_blocks + retained + self._blocks_for(info.projected_tokens) <= self._num_blocks
+        staying = retained - sum(held.num_blocks for held in evictable)
+        wanted = self._blocks_for(info.projected_tokens) + spare_blocks
+        return self._projected_blocks + staying + wanted <= self._num_blocks
 
-    def _occupy(self, row: int, info: SequenceInfo, num_cached: int, num_blocks: int) -> None:
+    def _growth_blocks(self, info: SequenceInfo, evictable: list[_Holder]) -> int:
+        """Projected growth of a new conversation, and of all that stay, over the turns ahead; each fits into its row.
+
+        Until one has come back or ended, the next turns are taken to be like the first of the new one.
+        """
+        turn_tokens = self._turn_tokens if self._num_turns else info.projected_tokens
+        growth, limit = self._blocks_for(round(_TURNS_AHEAD * turn_tokens)), self._blocks_for(self.row_tokens)
+        going = {held.row for held in evictable}
+        sizes = [max(held.num_blocks, held.projected_blocks) for row, held in self._by_row.items() if row not in going]
+        sizes.append(self._blocks_for(info.projected_tokens))
+        return sum(min(growth, max(0, limit - size)) for size in sizes)
+
+    def _note_turn(self, num_tokens: int) -> None:
+        """A conversation has grown by a turn; by 0 where it has ended instead."""
+        self._num_turns = min(self._num_turns + 1, _GROWTH_WINDOW)
+        self._turn_tokens += (num_tokens - self._turn_tokens) / self._num_turns
+
+    def _occupy(self, row: int, info: SequenceInfo, num_cached: int, num_blocks: int, num_continued: int = 0) -> None:
         holder = _Holder(
             row=row, sequence_id=info.sequence_id, sequence_key=info.sequence_key, attempt_id=info.attempt_id,
             version=info.version, tokens=info.prompt, chain=info.chain, num_ready=num_cached, num_blocks=0,
             projected_blocks=0, max_blocks=self._blocks_for(info.max_tokens), rank=info.rank, is_running=True, tick=0,
+            num_continued=num_continued,
         )  # fmt: skip
         self._reserve(holder, num_blocks)
         self._project(holder, max(num_blocks, self._blocks_for(info.projected_tokens)))

@@ -125,16 +125,21 @@ class Scheduler:
         blocks: the key-value cache's bookkeeping.
         max_running: sequences that are computed at once.
         prefill_chunk_tokens: prompt tokens that one step computes at most, over all sequences.
+        step_tokens: a step costs as much as computing this many prompt tokens, whatever else is in it.
     """
 
-    def __init__(self, blocks: BlockTable, *, max_running: int, prefill_chunk_tokens: int) -> None:
-        if min(max_running, prefill_chunk_tokens) < 1:
+    def __init__(
+        self, blocks: BlockTable, *, max_running: int, prefill_chunk_tokens: int, step_tokens: int = 16
+    ) -> None:
+        if min(max_running, prefill_chunk_tokens, step_tokens) < 1:
             raise EngineError(
-                f"max_running and prefill_chunk_tokens must be >= 1, got {max_running} and {prefill_chunk_tokens}"
+                f"max_running, prefill_chunk_tokens and step_tokens must be >= 1, got {max_running}, "
+                f"{prefill_chunk_tokens} and {step_tokens}"
             )
         self._blocks = blocks
         self._max_running = max_running
         self._chunk_tokens = prefill_chunk_tokens
+        self._step_tokens = step_tokens
         self._waiting: dict[str, SequenceState] = {}
         self._running: dict[str, SequenceState] = {}
         self._using: Counter[int] = Counter()
@@ -357,8 +362,7 @@ class Scheduler:
         """Admit conversations whose KV is retained before others, and older attempts before younger ones.
 
         Were new ones first, they would push out what the others come back for, and all would prefill again and
-        again. No space stops admission, so that a long request is not passed for ever. Where nothing else runs, what
-        older attempts retain is not waited for: they may be gone for good.
+        again. No space stops admission, so that a long request is not passed for ever.
         """
         if len(self._running) >= self._max_running:
             return
@@ -370,11 +374,22 @@ class Scheduler:
             if len(self._running) >= self._max_running:
                 return
             state.info = replace(state.info, projected_tokens=self._projection(state))
-            admitted = self._blocks.admit(state.info, displaces_older=not self._running)
+            admitted = self._blocks.admit(state.info, is_eager=self._is_worth_evicting(state))
             if admitted is Wait.NO_SPACE:
                 return
             if isinstance(admitted, Admitted):
                 self._start(state, admitted.num_cached, now_s)
+
+    def _is_worth_evicting(self, state: SequenceState) -> bool:
+        """Whether a sequence gains more by running now than it costs to compute again what it pushes out.
+
+        Each of its tokens shares a step with those that run, and saves its share of that step's fixed cost. What it
+        pushes out is taken to be as long as it is, and itself to be pushed out next. So an idle engine never waits for
+        somebody who may be gone for good.
+        """
+        again_tokens = 2 * state.info.projected_tokens
+        new_tokens = state.info.projected_tokens - state.num_known
+        return len(self._running) * again_tokens < self._step_tokens * new_tokens
 
     def _projection(self, state: SequenceState) -> int:
         """Tokens that a sequence is projected to have in the end."""
