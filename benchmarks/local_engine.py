@@ -44,7 +44,8 @@ import transformers
 from steelyard.clock import SystemClock
 from steelyard.ids import SeededIds
 from steelyard.inference.client import ClientDeadlines, EngineClient
-from steelyard.inference.local_engine import EngineCore, EngineSettings, LocalEngine, prepare_process
+from steelyard.inference.engine_core import EngineCore, EngineSettings
+from steelyard.inference.local_engine import LocalEngine, prepare_process
 from steelyard.inference.router import Router
 from steelyard.processes.child import thread_environment
 from steelyard.run.children import start_child
@@ -174,7 +175,7 @@ async def serve_by_replicas(directory: Path, jobs: list[Job], num_replicas: int)
                 children.append(child)
                 client = await child.connect(Path(option.socket_path), START_DEADLINE_S)
                 engines[option.name] = EngineClient(client, clock, ClientDeadlines())
-            router = Router(engines)
+            router = Router(engines, clock)
             for replica in router.replicas.values():
                 await replica.load(str(directory / "weights" / "v000000"), 0)
             return await measure(router, jobs)

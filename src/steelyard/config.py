@@ -22,13 +22,17 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
 
 class RuntimeConfig(Section, frozen=True, kw_only=True):
-    """``inline`` holds everything in one process (tests); ``local`` runs one process per component."""
+    """``inline`` holds everything in one process (tests); ``local`` runs one process per component.
+
+    A replica or trainer that dies is started again, at most ``max_restarts`` times in a row without any success.
+    """
 
     kind: Literal["inline", "local", "ray"] = "local"
     devices: Literal["cpu"] = "cpu"
     ray_address: str | None = None
     start_deadline_s: float = 120.0
     stop_deadline_s: float = 10.0
+    max_restarts: int = 3
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -133,14 +137,76 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     step_deadline_s: float = 600.0
 
 
+class VllmConfig(Section, frozen=True, kw_only=True):
+    """A vLLM server as the engine; see docs/vllm.md.
+
+    ``python``: of an environment with vLLM (``make venv-vllm`` makes one); a server is started with it for every
+    rollout device. Or ``url``: of one that is started already, as docs/vllm.md says, and sees the run directory under
+    the same path. ``kv_cache_bytes`` is for key-value cache; ``extra_args`` go to the server as they are.
+    """
+
+    python: str = ".venv-vllm/bin/python"
+    url: str | None = None
+    start_deadline_s: float = 300.0
+    kv_cache_bytes: int = 1 << 30
+    extra_args: tuple[str, ...] = ()
+
+
+class EmulatedConfig(Section, frozen=True, kw_only=True):
+    """A device and a model that are not there, for ``inference.engine: emulated``; see docs/emulated.md.
+
+    A step takes what the roofline of the device says for the model; all devices are one process. ``time_scale``:
+    emulated seconds per second of the clock. ``num_params``, ``bytes_per_param`` and ``kv_bytes_per_token`` are those
+    of the model, ``peak_flops`` (operations per second), ``memory_bytes_per_s`` and ``load_bytes_per_s`` those of the
+    device; ``efficiency_frac`` of both peaks is reached. Answers are log-normal in length.
+
+    The defaults are a model of 7.6 billion parameters in 16 bits, 28 layers with 4 KV heads of 128, on a device with
+    the datasheet's figures of an H100 SXM.
+    """
+
+    time_scale: float = 1.0
+    num_params: float = 7.6e9
+    bytes_per_param: float = 2.0
+    kv_bytes_per_token: float = 57_344.0
+    peak_flops: float = 9.89e14
+    memory_bytes_per_s: float = 3.35e12
+    load_bytes_per_s: float = 2e10
+    efficiency_frac: float = 0.5
+    step_overhead_s: float = 0.002
+    median_output_tokens: float = 100.0
+    output_sigma: float = 0.8
+
+
+class RouterConfig(Section, frozen=True, kw_only=True):
+    """What stands between the gateway and the replicas.
+
+    ``queue_deadline_s``: how long a request may wait for a replica with room; null, as long as its turn may take.
+    ``hedge_quantile``: a request that waits longer for its first token than this share of the last ones is given to a
+    second replica as well; null, never.
+    """
+
+    queue_deadline_s: float | None = None
+    hedge_quantile: float | None = None
+
+
 class InferenceConfig(Section, frozen=True, kw_only=True):
-    """One engine per rollout device."""
+    """One engine per rollout device.
+
+    ``probe_tolerance``: by how much a load may differ in the log-probabilities of its probe, in nats. Null takes what
+    was measured for the engine and ``weights.dtype``. ``mismatch_bound``: an alarm goes on where the log-probabilities
+    that engine and trainer give to tokens of the newest weights differ by more than this at the 99th percentile of a
+    step, in nats; null likewise.
+    """
 
     engine: Literal["local", "vllm", "emulated"] = "local"
     max_running: int = 64
     kv_tokens: int = 131_072
     prefill_chunk_tokens: int = 512
-    probe_tolerance: float = 1e-4
+    probe_tolerance: float | None = None
+    mismatch_bound: float | None = None
+    router: RouterConfig = RouterConfig()
+    vllm: VllmConfig = VllmConfig()
+    emulated: EmulatedConfig = EmulatedConfig()
 
 
 class GatewayConfig(Section, frozen=True, kw_only=True):
@@ -183,8 +249,24 @@ class ScoringConfig(Section, frozen=True, kw_only=True):
 
 
 class WeightsConfig(Section, frozen=True, kw_only=True):
-    """Publication of policy versions."""
+    """Publication of policy versions.
 
+    ``mode`` ``pinned``: one version samples a trajectory from its first token to its last. ``segmented``: weights may
+    change between two tokens, and spans say where; ``kv`` says what becomes of the KV then.
+
+    ``publication`` says how several replicas go over to a version. ``rolling``: one after the other, the others serve
+    on. ``blue_green``: one replica stands by, loads, and takes the place of another. ``drain``: all stop taking
+    attempts, load, and go on.
+
+    ``dtype`` is what is published and what engines compute in; the trainer keeps float32. ``max_shard_bytes`` bounds
+    the files of a version, in bytes of tensor data; a larger tensor is a file by itself.
+    """
+
+    mode: Literal["pinned", "segmented"] = "pinned"
+    kv: Literal["recompute", "keep"] = "recompute"
+    publication: Literal["rolling", "blue_green", "drain"] = "rolling"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    max_shard_bytes: int = 4 << 30
     max_retained_versions: int = 8
     load_deadline_s: float = 60.0
 

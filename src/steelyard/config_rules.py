@@ -8,12 +8,25 @@ import re
 from collections.abc import Iterator
 from urllib.parse import parse_qsl, urlsplit
 
-from steelyard.config import BlobsConfig, Config, JournalConfig
+from steelyard.config import BlobsConfig, Config, EmulatedConfig, JournalConfig, RouterConfig
 from steelyard.errors import ConfigError
 
 _NAME = r"[A-Za-z0-9_-][A-Za-z0-9_.-]*"
 _BLOBS_URL = re.compile(rf"s3://[a-z0-9][a-z0-9.-]{{1,61}}[a-z0-9](/{_NAME})*/?|file://(/{_NAME})+/?")
 _MAX_NAME_CHARS = 200
+_MIN_KV_CACHE_BYTES = 16 << 20
+_MIN_VLLM_TEMPERATURE = 0.01
+"""Below it vLLM samples at another temperature than was asked for."""
+_VLLM_ARGUMENTS = frozenset(
+    {
+        *("--model", "--tokenizer", "--served-model-name", "--load-format", "--dtype", "--quantization", "-q"),
+        *("--uds", "--host", "--port", "--api-key", "--worker-extension-cls", "--speculative-config"),
+        *("--max-model-len", "--max-num-seqs", "--block-size", "--kv-cache-memory-bytes"),
+        *("--logprobs-mode", "--generation-config"),
+        *("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp"),
+    }
+)
+"""What decides which weights serve, how tokens are sampled and stamped, and who reaches the server."""
 
 
 def check(config: Config) -> None:
@@ -31,9 +44,13 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _ranges(config)
     yield from _batch_arithmetic(config)
     yield from _room(config)
+    yield from _weights(config)
     yield from _workers(config)
     yield from _blobs(config.blobs)
     yield from _journal(config.journal)
+    yield from _vllm(config)
+    yield from _router(config.inference.router)
+    yield from _emulated(config.inference.emulated)
     yield from _not_available(config)
 
 
@@ -42,6 +59,7 @@ def _minimums(config: Config) -> Iterator[str]:
         "resources.rollout_gpus": (config.resources.rollout_gpus, 1),
         "resources.train_gpus": (config.resources.train_gpus, 1),
         "resources.reward_gpus": (config.resources.reward_gpus, 0),
+        "runtime.max_restarts": (config.runtime.max_restarts, 0),
         "rollout.num_workers": (config.rollout.num_workers, 0),
         "rollout.group_size": (config.rollout.group_size, 2),
         "rollout.max_turns": (config.rollout.max_turns, 1),
@@ -74,6 +92,7 @@ def _minimums(config: Config) -> Iterator[str]:
         "scoring.concurrency": (config.scoring.concurrency, 1),
         "scoring.max_attempts": (config.scoring.max_attempts, 1),
         "blobs.max_tries": (config.blobs.max_tries, 1),
+        "weights.max_shard_bytes": (config.weights.max_shard_bytes, 1),
         "journal.snapshot_every_events": (config.journal.snapshot_every_events, 1),
         "journal.lease_s": (config.journal.lease_s, 1),
         "eval.num_tasks": (config.eval.num_tasks, 0),
@@ -103,8 +122,13 @@ def _ranges(config: Config) -> Iterator[str]:
         "runtime.stop_deadline_s": config.runtime.stop_deadline_s,
         "blobs.call_deadline_s": config.blobs.call_deadline_s,
         "blobs.max_upload_s": config.blobs.max_upload_s,
-        "inference.probe_tolerance": config.inference.probe_tolerance,
     }
+    for name, given in (
+        ("inference.probe_tolerance", config.inference.probe_tolerance),
+        ("inference.mismatch_bound", config.inference.mismatch_bound),
+    ):
+        if given is not None:
+            positive[name] = given
     if config.rollout.budget_s is not None:
         positive["rollout.budget_s"] = config.rollout.budget_s
     for name, value in positive.items():
@@ -160,6 +184,25 @@ def _room(config: Config) -> Iterator[str]:
             f"weights.max_retained_versions must be >= admission.max_policy_lag + 2 ({versions}), "
             f"got {config.weights.max_retained_versions}"
         )
+
+
+_LOSSES_FOR_KEPT_KV: frozenset[str] = frozenset()
+"""``algorithm.kind`` whose loss declares that it accepts tokens over KV of an older version. None does so far."""
+
+
+def _weights(config: Config) -> Iterator[str]:
+    weights, kind = config.weights, config.algorithm.kind
+    if weights.kv == "keep" and weights.mode == "pinned":
+        yield "weights.kv must be recompute where weights.mode is pinned: no KV outlives its version, got keep"
+    elif weights.kv == "keep" and kind not in _LOSSES_FOR_KEPT_KV:
+        accepting = ", ".join(sorted(_LOSSES_FOR_KEPT_KV)) or "none does in this version"
+        yield (
+            f"weights.kv must be recompute where the loss of algorithm.kind {kind} does not declare that it accepts "
+            f"tokens over an older version's KV ({accepting}), got keep"
+        )
+    if weights.publication == "blue_green" and config.resources.rollout_gpus < 2:
+        got = config.resources.rollout_gpus
+        yield f"resources.rollout_gpus must be >= 2 where weights.publication is blue_green, got {got}"
 
 
 def _workers(config: Config) -> Iterator[str]:
@@ -225,11 +268,56 @@ def _journal_url(url: str) -> Iterator[str]:
         yield "journal.url must begin with postgresql://, got another beginning"
 
 
+def _vllm(config: Config) -> Iterator[str]:
+    """What a vLLM server cannot do is known before one is started."""
+    vllm = config.inference.vllm
+    if not (vllm.start_deadline_s > 0 and math.isfinite(vllm.start_deadline_s)):
+        yield f"inference.vllm.start_deadline_s must be a finite number > 0, got {vllm.start_deadline_s}"
+    if vllm.kv_cache_bytes < _MIN_KV_CACHE_BYTES:
+        yield f"inference.vllm.kv_cache_bytes must be >= {_MIN_KV_CACHE_BYTES}, got {vllm.kv_cache_bytes}"
+    if vllm.url is not None and not re.fullmatch(r"https?://[^/\s?#@]+/?", vllm.url):
+        yield f"inference.vllm.url must be null or look like http://127.0.0.1:8000, got {vllm.url}"
+    for argument in vllm.extra_args:
+        if argument.split("=")[0] in _VLLM_ARGUMENTS:
+            yield f"inference.vllm.extra_args must not hold {argument}: Steelyard sets it, or cannot work with it"
+    if config.inference.engine != "vllm":
+        return
+    if config.rollout.top_p != 1:
+        yield (
+            f"rollout.top_p must be 1 with inference.engine vllm, got {config.rollout.top_p}: vLLM cannot return both "
+            "the log-probability over the full vocabulary and the kept mass"
+        )
+    if config.rollout.temperature < _MIN_VLLM_TEMPERATURE:
+        got = config.rollout.temperature
+        yield f"rollout.temperature must be >= {_MIN_VLLM_TEMPERATURE} with inference.engine vllm, got {got}"
+    if vllm.url is not None and config.resources.rollout_gpus != 1:
+        got = config.resources.rollout_gpus
+        yield f"resources.rollout_gpus must be 1 where inference.vllm.url gives the one server, got {got}"
+
+
+def _router(router: RouterConfig) -> Iterator[str]:
+    if router.queue_deadline_s is not None and not (
+        router.queue_deadline_s >= 0 and math.isfinite(router.queue_deadline_s)
+    ):
+        yield f"inference.router.queue_deadline_s must be null or a finite number >= 0, got {router.queue_deadline_s}"
+    if router.hedge_quantile is not None and not 0.5 <= router.hedge_quantile < 1:
+        yield f"inference.router.hedge_quantile must be null, or >= 0.5 and < 1, got {router.hedge_quantile}"
+
+
+def _emulated(emulated: EmulatedConfig) -> Iterator[str]:
+    for name in EmulatedConfig.__struct_fields__:
+        value = getattr(emulated, name)
+        minimum_allowed = name in ("step_overhead_s", "output_sigma")
+        if not (math.isfinite(value) and (value > 0 or (minimum_allowed and value == 0))):
+            bound = ">= 0" if minimum_allowed else "> 0"
+            yield f"inference.emulated.{name} must be a finite number {bound}, got {value}"
+    if emulated.efficiency_frac > 1:
+        yield f"inference.emulated.efficiency_frac must be <= 1, got {emulated.efficiency_frac}"
+
+
 def _not_available(config: Config) -> Iterator[str]:
     if config.runtime.kind != "local":
         yield f"runtime.kind must be local in this version, got {config.runtime.kind}"
-    if config.inference.engine != "local":
-        yield f"inference.engine must be local in this version, got {config.inference.engine}"
     if config.resources.train_gpus != 1:
         yield f"resources.train_gpus must be 1 in this version, got {config.resources.train_gpus}"
     if config.resources.reward_gpus != 0:

@@ -29,7 +29,7 @@ INVARIANTS = {
     "traces_stored": "The trace of each attempt that reported one is stored with the digest and counts of its sealing.",
     "traces_unspliced": "A trace holds turns of one attempt, in order, each extending its segment, no request twice.",
     "logprobs_recorded": "Each sampled token has a recorded finite log-probability of at most 0.",
-    "versions_proven": "Each sampled token came from its lease's version, READY, by a load with a proof.",
+    "versions_proven": "Each sampled token came from its lease's version, or a later one where it may, READY, proven.",
     "artifacts_scored": "Each score is about the artifact that its attempt handed in, and that is the one stored.",
     "scores_finite": "Each score is a finite value of a named verifier.",
     "batches_stored": "Each step's batch is stored with the digest and samples that were journalled before the step.",
@@ -47,13 +47,17 @@ INVARIANTS = {
 
 
 class InvariantReport(Record, frozen=True, kw_only=True):
-    """What the audit found about one invariant. ``counter_example`` is the first, None where it holds."""
+    """What the audit found about one invariant. ``counter_example`` is the first, None where it holds.
+
+    ``note`` says what its proof rests on, where that is less than it might be.
+    """
 
     name: str
     statement: str
     num_checked: int
     num_broken: int
     counter_example: str | None
+    note: str | None = None
 
 
 class AuditReport(Record, frozen=True, kw_only=True):
@@ -72,13 +76,15 @@ class AuditReport(Record, frozen=True, kw_only=True):
         return tuple(report.name for report in self.invariants if report.num_broken)
 
     def lines(self) -> tuple[str, ...]:
-        """For people: one line an invariant, with the counter-example below it."""
+        """For people: one line an invariant, with counter-example and note below it."""
         lines = []
         for report in self.invariants:
             verdict = f"BROKEN {report.num_broken} of" if report.num_broken else "ok"
             lines.append(f"{report.name:<25} {verdict} {report.num_checked} checks. {report.statement}")
             if report.counter_example is not None:
                 lines.append(f"{'':<25} first counter-example: {report.counter_example}")
+            if report.note is not None:
+                lines.append(f"{'':<25} note: {report.note}")
         return tuple(lines)
 
 
@@ -115,6 +121,7 @@ def audit(stores: AuditStores, deep: audit_deep.DeepAudit | None = None) -> Audi
                 num_checked=findings.num_checked[name],
                 num_broken=findings.num_broken[name],
                 counter_example=findings.examples.get(name),
+                note=findings.notes.get(name),
             )
             for name, statement in invariants.items()
         )

@@ -1,21 +1,34 @@
 """Who holds which part of the key-value cache. Bookkeeping only: no tensors, no clock.
 
 A *row* is a contiguous strip of ``row_tokens`` positions in the tensors of :mod:`steelyard.inference.kv_cache`;
-it is handed out whole to one sequence and accounted in blocks of ``block_tokens``. Callers name sequences, never
-rows, so that scattered blocks can replace rows later without a change outside this module and ``kv_cache``.
+it is handed out whole to one sequence and accounted in blocks of ``block_tokens``. Callers name sequences, not rows.
 
 A sequence is *running* while a request computes on it, and *retained* afterwards, so that the next turn of its
-conversation, or a sibling with the same beginning, need not compute it again. Retained sequences are evicted whole,
-least recently used first. Reuse is decided on (version, equal token prefix) and on nothing else: the tokens are
-compared, hashes only find candidates.
+conversation, or a sibling with the same beginning, need not compute it again. Reuse is decided on (version, equal token
+prefix) and on nothing else: the tokens are compared, hashes only find candidates.
+
+Space. A running sequence holds blocks for the tokens that it has, and grows. What is retained fills the rest, is
+evicted whole, and is the first to go. Conversations have a ``rank``: the order in which their attempts came. Admission
+goes by projections: what all running sequences are projected to need in the end, what older attempts retain, and, for
+a conversation that comes anew, some turns of growth for each of them. So it pushes out what younger attempts retain,
+never what older ones do, and may then stay for some turns. Otherwise, where contexts outgrow the cache, each agent
+would push out whoever comes back next, and all would compute everything again (PROBLEMS, row T2). Where computing again
+costs less than an idle engine, the caller says so, and only the running count.
 """
 
 import enum
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from steelyard.errors import EngineError
+
+# Who comes anew finds room for this many more turns of everybody. So what it computes again, if it is ever pushed out,
+# is shared by as many turns.
+_TURNS_AHEAD = 6
+
+# The mean growth of a turn is over about so many: more than the conversations that may end at the same time.
+_GROWTH_WINDOW = 512
 
 
 class Wait(enum.Enum):
@@ -43,7 +56,11 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class SequenceInfo:
-    """What the cache must know of a request. ``chain`` comes from :meth:`BlockTable.chain`."""
+    """What the cache must know of a request. ``chain`` comes from :meth:`BlockTable.chain`.
+
+    ``prompt``: all tokens that it starts with. It is projected to have ``projected_tokens`` in the end and can have
+    ``max_tokens``. ``rank``: the lower, the older is its attempt.
+    """
 
     sequence_id: str
     sequence_key: str
@@ -51,7 +68,9 @@ class SequenceInfo:
     version: int
     prompt: tuple[int, ...]
     projected_tokens: int
+    max_tokens: int
     chain: tuple[int, ...]
+    rank: int = 0
 
 
 @dataclass(slots=True)
@@ -67,8 +86,12 @@ class _Holder:
     chain: tuple[int, ...]
     num_ready: int
     num_blocks: int
+    projected_blocks: int
+    max_blocks: int
+    rank: int
     is_running: bool
     tick: int
+    num_continued: int
     is_kept: bool = True
 
 
@@ -108,6 +131,9 @@ class BlockTable:
         self._retained: dict[str, _Holder] = {}
         self._index: dict[tuple[int, int], dict[int, None]] = {}
         self._copies: list[Copy] = []
+        self._projected_blocks = 0
+        self._turn_tokens = 0.0
+        self._num_turns = 0
         self._tick = 0
         self.placement = 0
         """Grows whenever a row gets another holder; as long as it stays, every sequence is where it was."""
@@ -160,12 +186,13 @@ class BlockTable:
 
     # --- admission --------------------------------------------------------------------------------
 
-    def admit(self, info: SequenceInfo) -> Admitted | Wait:
-        """Give a new running sequence a row and ``projected_tokens`` of space.
+    def admit(self, info: SequenceInfo, is_eager: bool = False) -> Admitted | Wait:
+        """Give a new running sequence a row, and space for its prompt.
 
         In order of preference it continues its own retained sequence, copies the longest equal prefix of
         another one, or starts empty. It is told to wait where a running sequence is just computing a longer
-        equal prefix, and where there is no space even after evicting all that may go. A refusal changes nothing.
+        equal prefix, and where there is no space by the rule above; ``is_eager``: only what runs counts. A refusal
+        changes nothing.
         """
         usable = len(info.prompt) - 1
         own = self._own_retained(info)
@@ -175,16 +202,43 @@ class BlockTable:
         if min(match.num_coming, usable) >= max(num_own, num_other) + self.block_tokens:
             return Wait.SHARED_PREFIX
         if own is not None and 0 < num_own >= num_other:
-            return self._take_over(own, info, num_own)
-        admitted = self._start_in_new_row(info, match.holder, num_other)
-        if isinstance(admitted, Wait) and match.holder is not None and not match.holder.is_running:
-            return self._take_over(match.holder, info, num_other)
+            return self._take_over(own, info, num_own, is_eager)
+        admitted = self._start_in_new_row(info, match.holder, num_other, is_eager)
+        may_go = match.holder is not None and (is_eager or match.holder.rank >= info.rank)
+        if isinstance(admitted, Wait) and match.holder is not None and may_go:
+            return self._take_over(match.holder, info, num_other, is_eager)
         return admitted
+
+    def grow(self, sequence_id: str, num_tokens: int) -> int:
+        """Give a running sequence space for ``num_tokens``, at the expense of what is retained.
+
+        One that outgrows its projection is projected to need all that it can have.
+
+        Returns:
+            Tokens that it has space for now; 0 where there is no space, and nothing has changed.
+        """
+        holder = self._holder(sequence_id)
+        needed = max(holder.num_blocks, self._blocks_for(num_tokens))
+        more = needed - holder.num_blocks
+        if more > self._free_blocks and not self._make_space(more, self._by_age(self._retained.values())):
+            return 0
+        self._reserve(holder, needed)
+        if needed > holder.projected_blocks:
+            self._project(holder, holder.max_blocks)
+        return needed * self.block_tokens
 
     def mark_ready(self, sequence_id: str, num_tokens: int) -> None:
         """The first ``num_tokens`` of a running sequence's prompt are now computed and may be shared."""
         holder = self._holder(sequence_id)
         holder.num_ready = min(num_tokens, len(holder.tokens))
+
+    def set_apart(self, sequence_id: str, version: int) -> None:
+        """A running sequence goes on under ``version`` over KV of another: nobody may share it, now or later."""
+        holder = self._holder(sequence_id)
+        self._unindex(holder)
+        holder.chain = ()
+        holder.is_kept = False
+        holder.version = version
 
     # --- ending -----------------------------------------------------------------------------------
 
@@ -198,11 +252,14 @@ class BlockTable:
             self._drop(holder)
             return
         del self._running[sequence_id]
+        if holder.num_continued:
+            self._note_turn(len(tokens) - holder.num_continued)
         self._unindex(holder)
         holder.tokens, holder.num_ready = tokens, len(tokens)
         holder.chain = self.chain(tokens)
         holder.is_running = False
         self._reserve(holder, self._blocks_for(len(tokens)))
+        self._project(holder, 0)
         self._touch(holder)
         self._retained[holder.sequence_key] = holder
         self._add_to_index(holder)
@@ -217,6 +274,7 @@ class BlockTable:
             if holder.is_running:
                 holder.is_kept = False
             else:
+                self._note_turn(0)
                 self._drop(holder)
 
     def drop_version(self, version: int) -> None:
@@ -285,9 +343,12 @@ class BlockTable:
                 coming = max(coming, num_tokens)
         return _Match(None, 0, coming)
 
-    def _start_in_new_row(self, info: SequenceInfo, source: _Holder | None, num_cached: int) -> Admitted | Wait:
-        needed = self._blocks_for(info.projected_tokens)
-        if not self._make_space(needed, source):
+    def _start_in_new_row(
+        self, info: SequenceInfo, source: _Holder | None, num_cached: int, is_eager: bool
+    ) -> Admitted | Wait:
+        needed, evictable = self._blocks_for(len(info.prompt)), self._displaceable(info, source, is_eager)
+        spare = 0 if is_eager else self._growth_blocks(info, evictable)
+        if not self._fits(info, evictable, spare) or not self._make_space(needed, evictable, needs_row=True):
             return Wait.NO_SPACE
         row = heapq.heappop(self._free_rows)
         if source is not None:
@@ -296,41 +357,82 @@ class BlockTable:
         self._occupy(row, info, num_cached, needed)
         return Admitted(num_cached)
 
-    def _take_over(self, holder: _Holder, info: SequenceInfo, num_cached: int) -> Admitted | Wait:
-        needed = self._blocks_for(info.projected_tokens)
-        if not self._make_space(needed - holder.num_blocks, holder, needs_row=False):
+    def _take_over(self, holder: _Holder, info: SequenceInfo, num_cached: int, is_eager: bool) -> Admitted | Wait:
+        if holder.is_running:
+            return Wait.NO_SPACE
+        needed, evictable = self._blocks_for(len(info.prompt)), self._displaceable(info, holder, is_eager)
+        held = holder.num_blocks
+        if not self._fits(info, evictable, -held) or not self._make_space(needed - held, evictable):
             return Wait.NO_SPACE
         row = holder.row
         self._drop(holder)
         self._free_rows.remove(row)
         heapq.heapify(self._free_rows)
-        self._occupy(row, info, num_cached, needed)
+        continued = holder.sequence_key == info.sequence_key
+        self._occupy(row, info, num_cached, needed, num_continued=len(holder.tokens) if continued else 0)
         return Admitted(num_cached)
 
-    def _occupy(self, row: int, info: SequenceInfo, num_cached: int, num_blocks: int) -> None:
+    def _displaceable(self, info: SequenceInfo, kept: _Holder | None, is_eager: bool) -> list[_Holder]:
+        """What may go for a new sequence, the first to go last."""
+        others = (held for held in self._retained.values() if held is not kept)
+        return self._by_age(held for held in others if is_eager or held.rank >= info.rank)
+
+    def _by_age(self, holders: Iterable[_Holder]) -> list[_Holder]:
+        """Oldest attempts first; within an attempt, what was used last comes first."""
+        return sorted(holders, key=lambda held: (held.rank, -held.tick))
+
+    def _fits(self, info: SequenceInfo, evictable: list[_Holder], spare_blocks: int) -> bool:
+        """Whether a projection and ``spare_blocks`` fit beside those of the running and what stays retained."""
+        retained = sum(held.num_blocks for held in self._retained.values())
+        staying = retained - sum(held.num_blocks for held in evictable)
+        wanted = self._blocks_for(info.projected_tokens) + spare_blocks
+        return self._projected_blocks + staying + wanted <= self._num_blocks
+
+    def _growth_blocks(self, info: SequenceInfo, evictable: list[_Holder]) -> int:
+        """Projected growth of a new conversation, and of all that stay, over the turns ahead; each fits into its row.
+
+        Until one has come back or ended, the next turns are taken to be like the first of the new one.
+        """
+        turn_tokens = self._turn_tokens if self._num_turns else info.projected_tokens
+        growth, limit = self._blocks_for(round(_TURNS_AHEAD * turn_tokens)), self._blocks_for(self.row_tokens)
+        going = {held.row for held in evictable}
+        sizes = [max(held.num_blocks, held.projected_blocks) for row, held in self._by_row.items() if row not in going]
+        sizes.append(self._blocks_for(info.projected_tokens))
+        return sum(min(growth, max(0, limit - size)) for size in sizes)
+
+    def _note_turn(self, num_tokens: int) -> None:
+        """A conversation has grown by a turn; by 0 where it has ended instead."""
+        self._num_turns = min(self._num_turns + 1, _GROWTH_WINDOW)
+        self._turn_tokens += (num_tokens - self._turn_tokens) / self._num_turns
+
+    def _occupy(self, row: int, info: SequenceInfo, num_cached: int, num_blocks: int, num_continued: int = 0) -> None:
         holder = _Holder(
             row=row, sequence_id=info.sequence_id, sequence_key=info.sequence_key, attempt_id=info.attempt_id,
             version=info.version, tokens=info.prompt, chain=info.chain, num_ready=num_cached, num_blocks=0,
-            is_running=True, tick=0,
+            projected_blocks=0, max_blocks=self._blocks_for(info.max_tokens), rank=info.rank, is_running=True, tick=0,
+            num_continued=num_continued,
         )  # fmt: skip
         self._reserve(holder, num_blocks)
+        self._project(holder, max(num_blocks, self._blocks_for(info.projected_tokens)))
         self._touch(holder)
         self._by_row[row] = holder
         self.placement += 1
         self._running[info.sequence_id] = holder
         self._add_to_index(holder)
 
-    def _make_space(self, num_blocks: int, protected: _Holder | None, needs_row: bool = True) -> bool:
-        """Evict until ``num_blocks`` and, if wanted, a row are free; evict nothing where that cannot succeed."""
-        evictable = [held for held in self._retained.values() if held is not protected]
+    def _make_space(self, num_blocks: int, evictable: list[_Holder], needs_row: bool = False) -> bool:
+        """Evict from the end of ``evictable`` until blocks and row are free; nothing where that cannot succeed."""
         if self._free_blocks + sum(held.num_blocks for held in evictable) < num_blocks:
             return False
         if needs_row and not self._free_rows and not evictable:
             return False
-        evictable.sort(key=lambda held: held.tick, reverse=True)
         while self._free_blocks < num_blocks or (needs_row and not self._free_rows):
             self._drop(evictable.pop())
         return True
+
+    def _project(self, holder: _Holder, num_blocks: int) -> None:
+        self._projected_blocks += num_blocks - holder.projected_blocks
+        holder.projected_blocks = num_blocks
 
     def _reserve(self, holder: _Holder, num_blocks: int) -> None:
         self._free_blocks -= num_blocks - holder.num_blocks
@@ -339,6 +441,7 @@ class BlockTable:
     def _drop(self, holder: _Holder) -> None:
         self._unindex(holder)
         self._reserve(holder, 0)
+        self._project(holder, 0)
         self.placement += 1
         del self._by_row[holder.row]
         heapq.heappush(self._free_rows, holder.row)
@@ -377,6 +480,11 @@ class BlockTable:
         used = sum(holder.num_blocks for holder in self._by_row.values())
         if used + self._free_blocks != self._num_blocks or self._free_blocks < 0:
             yield f"{used} used and {self._free_blocks} free blocks must add up to {self._num_blocks}"
+        projected = sum(holder.projected_blocks for holder in self._running.values())
+        if projected != self._projected_blocks:
+            yield f"projections must add up to {self._projected_blocks} blocks, got {projected}"
+        if any(holder.num_blocks > holder.projected_blocks for holder in self._running.values()):
+            yield "a running sequence must hold no more than it is projected to need"
         if sorted([*self._free_rows, *self._by_row]) != list(range(self.num_rows)):
             yield "each row must be either free or held once"
         if len(self._running) + len(self._retained) != len(self._by_row):

@@ -3,25 +3,35 @@
 ::
 
     add --> waiting --admit: projected KV fits--> running: prefill in chunks, then one token a step
-               |                                     |
-               |  queue_timeout, cancelled           |  stop, length, generation_timeout, cancelled, engine_error
-               +-------------------------------------+--> finished
+             |  ^                                    |  |
+             |  +-- evict: no space, or new weights -+  |
+             |                                          |
+             |  queue_timeout, cancelled                |  stop, length, generation_timeout, cancelled, engine_error
+             +------------------------------------------+--> finished
 
 One step is ``plan`` (batches, one per policy version), then the forward passes, then ``commit`` for each batch.
+
+A projection may be wrong. When the space runs out, the running sequence of the youngest attempt gives up all of its
+KV, and so on until the others can go on. It keeps its tokens and their log-probabilities, waits before those that came
+after it, and computes its KV again when it is admitted. The oldest is never evicted, and any single sequence fits, so
+there is always one that comes to its end.
 """
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import xxhash
 
 from steelyard.errors import EngineError
+from steelyard.inference.engine import KvRule
+from steelyard.inference.forecast import AnswerForecast
 from steelyard.inference.kv_blocks import Admitted, BlockTable, SequenceInfo, Wait
 from steelyard.types import FinishReason, GenerateRequest, GenerateResult, TokenChunk, VersionSpan
 
 _MAX_MOVES_PER_STEP = 2
+_MAX_ATTEMPTS = 10_000
 
 
 class WorkItem(msgspec.Struct, frozen=True, gc=False):
@@ -57,13 +67,21 @@ class Sampled(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class SequenceState:
-    """One request on its way through the engine. ``num_computed`` tokens of it have their KV in the cache."""
+    """One request on its way through the engine.
+
+    ``info.prompt`` are the tokens that it was admitted with last: its prompt and, after an eviction, what it had
+    sampled by then. ``num_computed`` of its tokens have their KV in the cache, ``num_held`` have space there.
+    ``kv_version``: see :class:`VersionSpan`.
+    """
 
     request: GenerateRequest
     info: SequenceInfo
     seed: int
     stop_token_ids: frozenset[int]
     added_at_s: float
+    arrival: int
+    num_held: int = 0
+    kv_version: int | None = None
     admitted_at_s: float | None = None
     first_token_at_s: float | None = None
     num_computed: int = 0
@@ -71,11 +89,23 @@ class SequenceState:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept_logmass: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether some of the prompt is still to be computed."""
+        """Whether some of what it was admitted with is still to be computed."""
         return self.num_computed < len(self.info.prompt)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of prompt and answer so far."""
+        return len(self.request.prompt_token_ids) + len(self.token_ids)
+
+    def note_span(self) -> None:
+        """The next token starts a new span, unless it is sampled like the one before it."""
+        version, kv_version = self.info.version, self.kv_version
+        if not self.spans or (self.spans[-1].version, self.spans[-1].kv_version) != (version, kv_version):
+            self.spans.append(VersionSpan(start=len(self.token_ids), version=version, kv_version=kv_version))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,28 +122,37 @@ class Scheduler:
     """Waiting and running sequences.
 
     Args:
-        blocks: the key-value cache's bookkeeping; admission reserves prompt and ``max_tokens`` in it, so that a
-            running sequence never runs out of space.
+        blocks: the key-value cache's bookkeeping.
         max_running: sequences that are computed at once.
         prefill_chunk_tokens: prompt tokens that one step computes at most, over all sequences.
+        step_tokens: a step costs as much as computing this many prompt tokens, whatever else is in it.
     """
 
-    def __init__(self, blocks: BlockTable, *, max_running: int, prefill_chunk_tokens: int) -> None:
-        if min(max_running, prefill_chunk_tokens) < 1:
+    def __init__(
+        self, blocks: BlockTable, *, max_running: int, prefill_chunk_tokens: int, step_tokens: int = 16
+    ) -> None:
+        if min(max_running, prefill_chunk_tokens, step_tokens) < 1:
             raise EngineError(
-                f"max_running and prefill_chunk_tokens must be >= 1, got {max_running} and {prefill_chunk_tokens}"
+                f"max_running, prefill_chunk_tokens and step_tokens must be >= 1, got {max_running}, "
+                f"{prefill_chunk_tokens} and {step_tokens}"
             )
         self._blocks = blocks
         self._max_running = max_running
         self._chunk_tokens = prefill_chunk_tokens
+        self._step_tokens = step_tokens
         self._waiting: dict[str, SequenceState] = {}
         self._running: dict[str, SequenceState] = {}
         self._using: Counter[int] = Counter()
         self._finished: list[Finished] = []
         self._next_deadline_s = math.inf
+        self._forecast = AnswerForecast()
+        self._ranks: dict[str, int] = {}
+        self._num_added = 0
         self.prefill_tokens = 0
         self.decode_tokens = 0
         self.cached_tokens = 0
+        self.num_evicted = 0
+        self.evicted_tokens = 0
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -136,24 +175,33 @@ class Scheduler:
         """Requests, waiting and running, that need a version."""
         return self._using[version]
 
+    def num_pinned(self, version: int) -> int:
+        """Those of them that need it to the end."""
+        states = (*self._waiting.values(), *self._running.values())
+        return sum(state.info.version == version and not state.request.follows_updates for state in states)
+
     # --- what comes from outside ------------------------------------------------------------------
 
-    def add(self, request: GenerateRequest, now_s: float) -> None:
-        """Queue a request.
+    def add(self, request: GenerateRequest, now_s: float, version: int | None = None) -> None:
+        """Queue a request, to be sampled by ``version``, or by its own where that is None.
 
         Raises:
             EngineError: it can never be served, or its id is in use.
         """
         self._check(request)
         prompt = request.prompt_token_ids
+        version = request.policy_version if version is None else version
+        self._num_added += 1
         info = SequenceInfo(
             sequence_id=request.request_id,
             sequence_key=request.sequence_key,
             attempt_id=request.attempt_id,
-            version=request.policy_version,
+            version=version,
             prompt=prompt,
             projected_tokens=len(prompt) + request.sampling.max_tokens,
+            max_tokens=len(prompt) + request.sampling.max_tokens,
             chain=self._blocks.chain(prompt),
+            rank=self._rank_of(request.attempt_id),
         )
         self._waiting[request.request_id] = SequenceState(
             request=request,
@@ -161,8 +209,9 @@ class Scheduler:
             seed=seed_of(request),
             stop_token_ids=frozenset(request.stop_token_ids),
             added_at_s=now_s,
+            arrival=self._num_added,
         )
-        self._using[request.policy_version] += 1
+        self._using[version] += 1
         self._next_deadline_s = min(self._next_deadline_s, request.deadline_at_s)
 
     def abort(self, request_id: str, now_s: float) -> None:
@@ -184,17 +233,37 @@ class Scheduler:
 
     def release(self, attempt_id: str) -> None:
         """The attempt has ended; nothing of it is retained any longer."""
+        self._ranks.pop(attempt_id, None)
         self._blocks.release_attempt(attempt_id)
+
+    def follow(self, version: int, kv: KvRule) -> None:
+        """Requests that follow updates go on under ``version``.
+
+        Their tokens so far stay. Where the KV of a running one is kept, nobody else may use it any longer: it belongs
+        to no version. Where it is not, the sequence goes back to the queue, so that those with the same beginning
+        share its computing again.
+        """
+        followers = [state for state in self._running.values() if state.request.follows_updates]
+        for state in followers:
+            if kv is KvRule.KEEP and state.num_computed:
+                oldest = state.info.version if state.kv_version is None else state.kv_version
+                state.kv_version = oldest
+                self._blocks.set_apart(state.info.sequence_id, version)
+            else:
+                self._evict(state)
+        for state in (*followers, *(held for held in self._waiting.values() if held.request.follows_updates)):
+            self._using[state.info.version] -= 1
+            self._using[version] += 1
+            state.info = replace(state.info, version=version)
 
     def expire(self, now_s: float) -> None:
         """End requests whose deadline has passed: ``queue_timeout`` if never admitted, else ``generation_timeout``."""
         if now_s < self._next_deadline_s:
             return
-        for states, reason in (
-            (self._waiting, FinishReason.QUEUE_TIMEOUT),
-            (self._running, FinishReason.GENERATION_TIMEOUT),
-        ):
-            for state in [held for held in states.values() if held.request.deadline_at_s <= now_s]:
+        for state in (*self._waiting.values(), *self._running.values()):
+            if state.request.deadline_at_s <= now_s:
+                never_ran = state.admitted_at_s is None
+                reason = FinishReason.QUEUE_TIMEOUT if never_ran else FinishReason.GENERATION_TIMEOUT
                 self._finish(state, reason, now_s)
         deadlines = [held.request.deadline_at_s for held in (*self._waiting.values(), *self._running.values())]
         self._next_deadline_s = min(deadlines, default=math.inf)
@@ -209,6 +278,7 @@ class Scheduler:
     def plan(self, now_s: float) -> list[Batch]:
         """What to compute now: one batch per version, lowest version first; none where there is nothing to do."""
         self.expire(now_s)
+        self._make_room()
         self._admit(now_s)
         self._blocks.compact(_MAX_MOVES_PER_STEP, lambda sequence_id: self._running[sequence_id].num_computed)
         by_version: dict[int, list[WorkItem]] = {}
@@ -271,35 +341,76 @@ class Scheduler:
         if not 0.0 < sampling.top_p <= 1.0:
             raise EngineError(f"request {name}: top_p must be > 0 and <= 1, got {sampling.top_p}")
 
+    def _rank_of(self, attempt_id: str) -> int:
+        """The order in which attempts came. Some are never released; the oldest of too many is taken for a new one."""
+        rank = self._ranks.get(attempt_id)
+        if rank is None:
+            if len(self._ranks) >= _MAX_ATTEMPTS:
+                del self._ranks[next(iter(self._ranks))]
+            rank = self._ranks[attempt_id] = self._num_added
+        return rank
+
+    def _make_room(self) -> None:
+        """Give each running sequence the space that its next token needs, and evict where there is not enough."""
+        for state in list(self._running.values()):
+            while state.num_known > state.num_held and state.info.sequence_id in self._running:
+                state.num_held = self._blocks.grow(state.info.sequence_id, state.num_known)
+                if not state.num_held:
+                    self._evict(max(self._running.values(), key=lambda held: (held.info.rank, held.arrival)))
+
     def _admit(self, now_s: float) -> None:
-        """Admit in order of arrival, conversations whose KV is retained before new ones.
+        """Admit conversations whose KV is retained before others, and older attempts before younger ones.
 
         Were new ones first, they would push out what the others come back for, and all would prefill again and
         again. No space stops admission, so that a long request is not passed for ever.
         """
         if len(self._running) >= self._max_running:
             return
-        waiting = list(self._waiting.values())
-        if self._blocks.num_retained:
-            # Sorting keeps the order of arrival among equals.
-            waiting.sort(key=lambda state: not self._blocks.continues(state.info))
+        # Sorting keeps the order of arrival among equals.
+        waiting = sorted(
+            self._waiting.values(), key=lambda state: (not self._blocks.continues(state.info), state.info.rank)
+        )
         for state in waiting:
             if len(self._running) >= self._max_running:
                 return
-            admitted = self._blocks.admit(state.info)
+            state.info = replace(state.info, projected_tokens=self._projection(state))
+            admitted = self._blocks.admit(state.info, is_eager=self._is_worth_evicting(state))
             if admitted is Wait.NO_SPACE:
                 return
-            if not isinstance(admitted, Admitted):
-                continue
-            del self._waiting[state.info.sequence_id]
-            self._running[state.info.sequence_id] = state
+            if isinstance(admitted, Admitted):
+                self._start(state, admitted.num_cached, now_s)
+
+    def _is_worth_evicting(self, state: SequenceState) -> bool:
+        """Whether a sequence gains more by running now than it costs to compute again what it pushes out.
+
+        Each of its tokens shares a step with those that run, and saves its share of that step's fixed cost. What it
+        pushes out is taken to be as long as it is, and itself to be pushed out next. So an idle engine never waits for
+        somebody who may be gone for good.
+        """
+        again_tokens = 2 * state.info.projected_tokens
+        new_tokens = state.info.projected_tokens - state.num_known
+        return len(self._running) * again_tokens < self._step_tokens * new_tokens
+
+    def _projection(self, state: SequenceState) -> int:
+        """Tokens that a sequence is projected to have in the end."""
+        num_prompt, num_asked = len(state.request.prompt_token_ids), state.request.sampling.max_tokens
+        num_new = self._forecast.tokens(num_asked)
+        return num_prompt + (num_new if num_new > len(state.token_ids) else num_asked)
+
+    def _start(self, state: SequenceState, num_cached: int, now_s: float) -> None:
+        del self._waiting[state.info.sequence_id]
+        self._running[state.info.sequence_id] = state
+        state.num_computed = num_cached
+        state.num_held = len(state.info.prompt)
+        if state.admitted_at_s is None:
             state.admitted_at_s = now_s
-            state.num_computed = state.num_cached = admitted.num_cached
-            self.cached_tokens += admitted.num_cached
+            state.num_cached = num_cached
+        self.cached_tokens += num_cached
 
     def _append(self, state: SequenceState, token_id: int, logprob: float, kept_logmass: float, now_s: float) -> None:
         if state.first_token_at_s is None:
             state.first_token_at_s = now_s
+        state.note_span()
         state.token_ids.append(token_id)
         state.logprobs.append(logprob)
         state.kept_logmass.append(kept_logmass)
@@ -309,6 +420,19 @@ class Scheduler:
         elif len(state.token_ids) >= state.request.sampling.max_tokens:
             self._finish(state, FinishReason.LENGTH, now_s)
 
+    def _evict(self, state: SequenceState) -> None:
+        """Put a running sequence back into the queue, at the place of its attempt: its KV goes, its tokens stay."""
+        sequence_id = state.info.sequence_id
+        self._blocks.discard(sequence_id)
+        del self._running[sequence_id]
+        known = (*state.request.prompt_token_ids, *state.token_ids)
+        state.info = replace(state.info, prompt=known, chain=self._blocks.chain(known))
+        self.num_evicted += 1
+        self.evicted_tokens += state.num_computed
+        state.num_computed = state.num_held = 0
+        state.kv_version = None
+        self._waiting[sequence_id] = state
+
     def _finish(self, state: SequenceState, reason: FinishReason, now_s: float, detail: str = "") -> None:
         sequence_id = state.info.sequence_id
         self._using[state.info.version] -= 1
@@ -316,7 +440,8 @@ class Scheduler:
             del self._running[sequence_id]
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 # The last token was sampled but never fed back, so it has no KV.
-                self._blocks.retain(sequence_id, (*state.info.prompt, *state.token_ids[:-1]))
+                self._forecast.note(len(state.token_ids), state.request.sampling.max_tokens)
+                self._blocks.retain(sequence_id, (*state.request.prompt_token_ids, *state.token_ids[:-1]))
             else:
                 self._blocks.discard(sequence_id)
         self._finished.append(Finished(state, reason, now_s, detail))
@@ -334,13 +459,12 @@ def result_of(finished: Finished, *, replica_id: str, load_id: str) -> GenerateR
     state = finished.state
     admitted_at_s = finished.ended_at_s if state.admitted_at_s is None else state.admitted_at_s
     first_token_at_s = finished.ended_at_s if state.first_token_at_s is None else state.first_token_at_s
-    spans = (VersionSpan(start=0, version=state.info.version),) if state.token_ids else ()
     return GenerateResult(
         request_id=state.info.sequence_id,
         token_ids=tuple(state.token_ids),
         logprobs=tuple(state.logprobs),
         kept_logmass=tuple(state.kept_logmass),
-        version_spans=spans,
+        version_spans=tuple(state.spans),
         finish_reason=finished.reason,
         replica_id=replica_id,
         load_id=load_id,

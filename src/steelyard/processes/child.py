@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from steelyard.errors import DeadlineExceeded, ProcessDied
 from steelyard.processes.channel import Client
@@ -78,7 +79,7 @@ def pin_to_core(core: int | None) -> None:
 
 
 class ChildProcess:
-    """One supervised child that serves a Unix socket. Made by :meth:`start`."""
+    """One supervised child that serves a Unix socket. Made by :meth:`start` or :meth:`start_program`."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log_path: Path) -> None:
         self.name = name
@@ -90,6 +91,11 @@ class ChildProcess:
         """Process id."""
         return self._process.pid
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether its end is not known yet."""
+        return self._process.returncode is None
+
     @classmethod
     async def start(
         cls, name: str, module: str, arguments: list[str], *, log_path: Path, num_threads: int = 1
@@ -97,6 +103,13 @@ class ChildProcess:
         """Start ``python -m module arguments`` with its output appended to ``log_path``."""
         command = [sys.executable, "-m", module, *arguments]
         environment = {**os.environ, **thread_environment(num_threads)}
+        return await cls.start_program(name, command, environment, log_path=log_path)
+
+    @classmethod
+    async def start_program(
+        cls, name: str, command: list[str], environment: dict[str, str], *, log_path: Path
+    ) -> "ChildProcess":
+        """Start any program, as the leader of a session of its own, with its output appended to ``log_path``."""
         with log_path.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
@@ -123,7 +136,7 @@ class ChildProcess:
                 task.cancel()
             await asyncio.gather(connecting, dying, return_exceptions=True)
 
-    async def watch(self, client: Client | None = None) -> None:
+    async def watch(self, client: Client | None = None) -> NoReturn:
         """Wait until the child ends, then fail the client's calls and raise.
 
         Raises:

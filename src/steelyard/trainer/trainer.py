@@ -34,6 +34,7 @@ from steelyard.trainer.checkpoint import (
     restore,
     write_checkpoint,
 )
+from steelyard.trainer.mismatch import log_ratio_figures
 from steelyard.trainer.model import load_model
 from steelyard.trainer.optim import apply_step, learning_rate, make_optimizer
 from steelyard.trainer.records import (
@@ -45,7 +46,7 @@ from steelyard.trainer.records import (
     TrainRequest,
 )
 from steelyard.trainer.step import StepSums, accumulate_gradients
-from steelyard.types import Manifest, StepBatch, StepReport
+from steelyard.types import Manifest, StepBatch, StepReport, WeightDigests
 
 Result = TypeVar("Result")
 
@@ -53,12 +54,20 @@ Result = TypeVar("Result")
 class Publisher(Protocol):
     """Makes versions visible; :class:`steelyard.weights.publisher.VersionPublisher` is one."""
 
-    def publish(self, module: torch.nn.Module, *, version: int, step: int, parent_version: int | None) -> Manifest:
-        """Publish the module's weights; repeating it with the same weights is no error."""
+    def publish(
+        self,
+        module: torch.nn.Module,
+        *,
+        version: int,
+        step: int,
+        parent_version: int | None,
+        digests: WeightDigests | None = None,
+    ) -> Manifest:
+        """Publish the module's weights, whose digests these are; repeating it with the same weights is no error."""
         ...
 
-    def weights_digest(self, module: torch.nn.Module) -> str:
-        """Digest of the weights in memory."""
+    def digests(self, module: torch.nn.Module) -> WeightDigests:
+        """Digests of the weights in memory."""
         ...
 
 
@@ -83,7 +92,7 @@ class Trainer:
         self._unfinished: set[Future[Any]] = set()
         self._step = 0
         self._version = 0
-        self._weights_digest = ""
+        self._digests = WeightDigests(weights="", parameters=())
         self._checkpoint_extra = b""
 
     @classmethod
@@ -113,11 +122,11 @@ class Trainer:
             restore(restored, trainer._optimizer)
             trainer._step, trainer._version = restored.manifest.step, restored.manifest.version
             trainer._checkpoint_extra = restored.manifest.extra
-        trainer._weights_digest = publisher.weights_digest(trainer._module)
-        if checkpoint is not None and trainer._weights_digest != restored.manifest.weights_digest:
+        trainer._digests = publisher.digests(trainer._module)
+        if checkpoint is not None and trainer._digests.weights != restored.manifest.weights_digest:
             raise IntegrityError(
                 f"checkpoint {checkpoint.name} must load weights {restored.manifest.weights_digest}, "
-                f"got {trainer._weights_digest}"
+                f"got {trainer._digests.weights}"
             )
         sweep_temporary(Path(settings.checkpoints_dir))
         return trainer
@@ -157,7 +166,7 @@ class Trainer:
         return TrainerState(
             step=self._step,
             version=self._version,
-            weights_digest=self._weights_digest,
+            weights_digest=self._digests.weights,
             is_busy=bool(self._unfinished),
             num_parameters=sum(parameter.numel() for parameter in self._module.parameters()),
             checkpoint_extra=self._checkpoint_extra,
@@ -191,7 +200,7 @@ class Trainer:
         grad_norm = apply_step(self._module, self._optimizer, rate, max_norm, f"step {self._step}")
         self._fault("stepped")
         self._step, self._version = self._step + 1, request.version
-        self._weights_digest = self._publisher.weights_digest(self._module)
+        self._digests = self._publisher.digests(self._module)
         return _report(
             sums,
             step=batch.step,
@@ -205,7 +214,11 @@ class Trainer:
         if request.version != self._version:
             raise Refused("unknown", f"publish: the weights held are version {self._version}, not {request.version}")
         return self._publisher.publish(
-            self._module, version=request.version, step=self._step, parent_version=request.parent_version
+            self._module,
+            version=request.version,
+            step=self._step,
+            parent_version=request.parent_version,
+            digests=self._digests,
         )
 
     def _checkpoint(self, request: CheckpointRequest) -> CheckpointReport:
@@ -216,7 +229,7 @@ class Trainer:
         manifest = CheckpointManifest(
             step=self._step,
             version=self._version,
-            weights_digest=self._weights_digest,
+            weights_digest=self._digests.weights,
             random_state=random_state(),
             extra=request.extra,
             files=(),
@@ -230,7 +243,7 @@ class Trainer:
             version=self._version,
             path=str(final),
             digest=digest,
-            weights_digest=self._weights_digest,
+            weights_digest=self._digests.weights,
         )
 
     def _check_next(self, step: int, method: str) -> None:
@@ -275,4 +288,6 @@ def _report(sums: StepSums, *, step: int, version: int, grad_norm: float, rate: 
         num_skipped_samples=sums.num_skipped_rows,
         num_skipped_tokens=sums.num_skipped_tokens,
         duration_s=duration_s,
+        mismatch=log_ratio_figures(sums.loss.current_log_ratios),
+        policy_change=log_ratio_figures(sums.loss.older_log_ratios),
     )

@@ -20,6 +20,13 @@ class ParameterDigest(Record, frozen=True, kw_only=True):
     digest: str
 
 
+class WeightDigests(Record, frozen=True, kw_only=True):
+    """``weights``: one digest over all ``parameters``, whatever their order."""
+
+    weights: str
+    parameters: tuple[ParameterDigest, ...]
+
+
 class Probe(Record, frozen=True, kw_only=True):
     """Fixed token sequences with the trainer's own log-probabilities of each next token.
 
