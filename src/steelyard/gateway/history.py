@@ -4,10 +4,12 @@ A segment holds the texts and tokens of its newest turn only; since each turn's 
 one's, older turns are lengths into them. Memory grows with the conversation, not with its square.
 """
 
-from typing import Literal
+from typing import Any, Literal
+
+import msgspec
 
 from steelyard.gateway.renderer import PreviousTurn, Prompt
-from steelyard.types import Message
+from steelyard.types import Message, ToolCall
 
 Kind = Literal["chat", "text"]
 
@@ -68,6 +70,27 @@ class History:
     def __init__(self) -> None:
         self.segments: list[Segment] = []
         self.num_turns = 0
+        self._calls: dict[str, ToolCall] = {}
+
+    def restored(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """``messages`` with our tool calls as they were sampled.
+
+        Clients parse arguments and write them again, with other white space or another order of keys. A call that
+        has an id of ours, the same name and equal arguments is the one that we returned.
+        """
+        if not self._calls:
+            return messages
+        return tuple(self._restored(message) if message.tool_calls else message for message in messages)
+
+    def _restored(self, message: Message) -> Message:
+        calls = tuple(self._own_call(call) for call in message.tool_calls)
+        return message if calls == message.tool_calls else msgspec.structs.replace(message, tool_calls=calls)
+
+    def _own_call(self, call: ToolCall) -> ToolCall:
+        ours = self._calls.get(call.id)
+        if ours is None or ours == call or ours.name != call.name:
+            return call
+        return ours if _json_value(ours.arguments) == _json_value(call.arguments) else call
 
     def find_chat(self, messages: tuple[Message, ...]) -> RecordedTurn | None:
         """The turn with the longest equal message prefix: its messages and the reply as we returned it."""
@@ -116,6 +139,7 @@ class History:
         segment.newest_prompt = prompt
         turn = RecordedTurn(segment, self.num_turns, prompt, token_ids, reply)
         segment.turns.append(turn)
+        self._calls.update((call.id, call) for call in reply.tool_calls)
         self.num_turns += 1
         return turn
 
@@ -131,6 +155,14 @@ def _longest_chat(segment: Segment, messages: tuple[Message, ...]) -> RecordedTu
         if turn.num_messages <= num_equal and messages[turn.num_messages : turn.num_messages + 1] == (turn.reply,):
             return turn
     return None
+
+
+def _json_value(text: str) -> Any:
+    """The value of JSON text; of other text itself, which equals no other text."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text.encode("utf-8", "surrogatepass")
 
 
 def _starts_with(token_ids: tuple[int, ...], prefix: tuple[int, ...]) -> bool:

@@ -84,7 +84,7 @@ class Renderer:
         found = {self.end_of_turn_id, *stop_token_ids, *([] if eos_id is None else [eos_id])}
         self.stop_token_ids = tuple(sorted(found))
         self._stop_set = frozenset(found)
-        self._generation_prompt = self._find_generation_prompt()
+        self.generation_prompt = self._find_generation_prompt()
 
     @classmethod
     def load(cls, directory: Path) -> "Renderer":
@@ -157,8 +157,13 @@ class Renderer:
         closing = () if sampled and sampled[-1] in self._stop_set else (end_token_id,)
         rest = self.codec.encode(full[end_position:], is_start=False)
         token_ids = (*previous.prompt.token_ids, *sampled, *closing, *rest)
-        text = full.removesuffix(self._generation_prompt)
+        text = full.removesuffix(self.generation_prompt)
         return Extension(prompt=Prompt(token_ids=token_ids, text=text, messages=messages, tools=tools))
+
+    def opened(self, prompt: Prompt, opening: str) -> Prompt:
+        """The prompt with the beginning of the reply, ``opening``, which is ours and not sampled."""
+        token_ids = (*prompt.token_ids, *self.codec.encode(opening, is_start=False))
+        return msgspec.structs.replace(prompt, token_ids=token_ids)
 
     def text_prompt(self, text: str) -> Prompt:
         """A prompt that the caller rendered; control strings in it are control tokens."""
@@ -179,7 +184,7 @@ class Renderer:
         return Extension(prompt=Prompt(token_ids=token_ids, text=text, messages=()))
 
     def _encoded(self, full: str, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> Prompt:
-        text = full.removesuffix(self._generation_prompt)
+        text = full.removesuffix(self.generation_prompt)
         return Prompt(token_ids=tuple(self.codec.encode(full)), text=text, messages=messages, tools=tools)
 
     def _render(

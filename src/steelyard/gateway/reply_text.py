@@ -9,10 +9,11 @@ _UNFINISHED = "\ufffd"
 
 
 class Cut(Record, frozen=True, kw_only=True):
-    """A stop string was found: keep ``num_tokens`` tokens and ``text``, which ends before the string."""
+    """``stop`` was found: keep ``num_tokens`` tokens and ``text``, which ends before it."""
 
     num_tokens: int
     text: str
+    stop: str
 
 
 class GrowingText:
@@ -49,7 +50,8 @@ def find_stop(codec: TokenCodec, token_ids: Sequence[int], stops: Sequence[str])
         growing.push(token_id)
         position = first_stop(growing.text, stops, max(0, num_seen - longest))
         if position is not None:
-            return Cut(num_tokens=index + 1, text=growing.text[:position])
+            stop = next(stop for stop in stops if growing.text.startswith(stop, position))
+            return Cut(num_tokens=index + 1, text=growing.text[:position], stop=stop)
     return None
 
 

@@ -28,9 +28,20 @@ class _Call(msgspec.Struct):
 
 
 class HermesParser:
-    """Reads Hermes tool calls. ``opening`` is the string from which on a streamed text is held back."""
+    """Reads Hermes tool calls.
+
+    ``opening`` is the string from which on a streamed text is held back, ``closing`` the one that ends a call.
+    """
 
     opening = _OPEN
+    closing = _CLOSE
+
+    def forced_opening(self, tool: str | None) -> str:
+        """How a reply begins that calls ``tool``, or any tool where it is None."""
+        if tool is None:
+            return f"{_OPEN}\n"
+        name = msgspec.json.encode(tool).decode("utf-8")
+        return f'{_OPEN}\n{{"name": {name}, "arguments":'
 
     def parse(self, text: str, new_id: Callable[[], str]) -> ParsedText:
         """Split ``text`` into content and calls; a call's arguments are its JSON text exactly as sampled.
