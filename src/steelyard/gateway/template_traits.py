@@ -69,8 +69,9 @@ class TemplateTraits(Record, frozen=True, kw_only=True):
 
     ``writes_calls``: calls of a message are in its text; if not, they are shown to it within the content.
     ``written_parser``: reads the calls that it writes. ``parser``: reads what its models sample, as far as the
-    template tells. ``marks``: of reasoning, which are in the template or are tokens of their own. ``refusal``: what it said where it takes no calls at all. ``reasoning_field``: the field of a
-    message in which it looks for reasoning; None where it looks into the content.
+    template tells. ``refusal``: what it said where it takes no calls at all. ``marks``: of reasoning, where they are
+    in the template or are tokens of their own. ``reasoning_field``: the field of a message in which it looks for
+    reasoning; None where it looks into the content.
     """
 
     form: CallForm
