@@ -144,10 +144,14 @@ class InferenceConfig(Section, frozen=True, kw_only=True):
 
 
 class GatewayConfig(Section, frozen=True, kw_only=True):
-    """``port`` 0 takes a free one. Only loopback unless said otherwise."""
+    """``port`` 0 takes a free one. Only loopback unless said otherwise.
+
+    ``tool_parser``: the form in which the policy writes tool calls; ``auto`` is the one that fits its chat template.
+    """
 
     host: str = "127.0.0.1"
     port: int = 0
+    tool_parser: Literal["auto", "hermes", "mistral", "deepseek", "llama3"] = "auto"
 
 
 class SandboxConfig(Section, frozen=True, kw_only=True):

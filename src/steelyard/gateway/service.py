@@ -16,9 +16,8 @@ since the loss needs the ones that were planned; ``max_tokens`` is the smallest 
 of the call, so that siblings differ although their harness asks for one seed. The recorded sampling is what was used.
 """
 
-import asyncio
-import contextlib
 import math
+from collections.abc import Callable
 
 import msgspec
 import xxhash
@@ -26,12 +25,12 @@ import xxhash
 from steelyard.clock import Clock
 from steelyard.errors import InputError, Refused, SteelyardError
 from steelyard.gateway.capability import AttemptDirectory
-from steelyard.gateway.engine_call import EngineCaller, Generator, OnText, cut_at_stop, shown_tokens
-from steelyard.gateway.history import Kind, RecordedTurn, Segment
+from steelyard.gateway.engine_call import EngineCaller, Generator, OnPieces, cut_at_stop, shown_tokens
+from steelyard.gateway.history import Kind, RecordedTurn
 from steelyard.gateway.recorder import AttemptLog, Recorder, check_result
 from steelyard.gateway.renderer import Prompt, Renderer
-from steelyard.gateway.reply_text import ReplyStream
-from steelyard.gateway.tool_calls import HermesParser, ParsedText
+from steelyard.gateway.reply_reader import ParsedReply
+from steelyard.gateway.reply_text import Pieces, ReplyStream
 from steelyard.ids import IdSource
 from steelyard.metrics import Counters
 from steelyard.types import (
@@ -48,6 +47,8 @@ from steelyard.types import (
 
 _ROLES = ("system", "user", "assistant", "tool")
 _SEED_BITS = 31
+
+OnText = Callable[[str], None]
 
 
 class GatewayLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +88,7 @@ class _Planned(msgspec.Struct, kw_only=True):
     parent: RecordedTurn | None
     break_reason: str | None
     reads_calls: bool
+    is_open: bool
     stops: tuple[str, ...]
     max_tokens: int | None
     seed: int | None
@@ -127,7 +129,6 @@ class Gateway:
             grace_s=self._limits.grace_s,
             abort_deadline_s=self._limits.abort_deadline_s,
         )
-        self._parser = HermesParser()
         self._num_open_calls = 0
 
     async def chat(self, attempt_id: str, request: ChatRequest, deadline_at_s: float | None = None) -> ChatReply:
@@ -152,15 +153,17 @@ class Gateway:
         request: ChatRequest,
         on_text: OnText | None = None,
         deadline_at_s: float | None = None,
+        on_reasoning: OnText | None = None,
     ) -> Completion:
-        """As :meth:`chat`, with the turn; ``on_text`` gets the content in pieces while it is sampled."""
+        """As :meth:`chat`, with the turn; ``on_text`` and ``on_reasoning`` get it in pieces while it is sampled."""
         binding, log = self._admit(attempt_id)
         messages = normal_messages(request.messages)
         parent = log.history.find_chat(messages)
         if parent is None:
             prompt, break_reason = self._renderer.first_prompt(messages, request.tools), None
         else:
-            extension = self._renderer.extend(parent.as_previous(), messages, request.tools, parent.closed_text)
+            added = messages[parent.num_messages + 1 :]
+            extension = self._renderer.extend(parent.as_previous(), added, request.tools)
             prompt, break_reason = extension.prompt, extension.break_reason
         planned = _Planned(
             kind="chat",
@@ -168,12 +171,13 @@ class Gateway:
             parent=parent,
             break_reason=break_reason,
             reads_calls=bool(request.tools),
+            is_open=self._renderer.reader.is_open(prompt.text),
             stops=request.stop,
             max_tokens=request.max_tokens,
             seed=request.seed,
             deadline_at_s=deadline_at_s,
         )
-        return await self._serve(log, binding, planned, on_text)
+        return await self._serve(log, binding, planned, _on_pieces(on_text, on_reasoning))
 
     async def complete_prompt(
         self,
@@ -213,12 +217,13 @@ class Gateway:
             parent=parent,
             break_reason=break_reason,
             reads_calls=False,
+            is_open=False,
             stops=stop,
             max_tokens=max_tokens,
             seed=seed,
             deadline_at_s=None,
         )
-        return await self._serve(log, binding, planned, on_text)
+        return await self._serve(log, binding, planned, _on_pieces(on_text, None))
 
     def text_of(self, token_ids: tuple[int, ...]) -> str:
         """The text of sampled tokens."""
@@ -242,26 +247,28 @@ class Gateway:
         return binding, log
 
     async def _serve(
-        self, log: AttemptLog, binding: AttemptBinding, planned: _Planned, on_text: OnText | None
+        self, log: AttemptLog, binding: AttemptBinding, planned: _Planned, on_pieces: OnPieces | None
     ) -> Completion:
         started_at_s = self._clock.now_s()
         room = binding.max_context_tokens - len(planned.prompt.token_ids)
         if room < 1:
             self._counters.add("gateway.context_full")
             return Completion(reply=self._context_full(planned.prompt), turn=None)
-        stream = self._stream(planned, on_text)
+        stream = self._stream(planned, on_pieces)
         request = self._request(log, binding, planned, room, started_at_s, is_streaming=stream is not None)
         log.num_calls += 1
         log.num_open_calls += 1
         self._num_open_calls += 1
         try:
-            result = await self._engine.call(request, stream, on_text)
+            result = await self._engine.call(request, stream, on_pieces)
         finally:
             log.num_open_calls -= 1
             self._num_open_calls -= 1
         result, text = self._finish(request, result, planned.stops)
         parsed = self._parse(text, planned)
-        message = Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls)
+        message = Message(
+            role="assistant", content=parsed.content, tool_calls=parsed.tool_calls, reasoning=parsed.reasoning
+        )
         turn = self._recorder.record(
             log,
             request,
@@ -273,10 +280,8 @@ class Gateway:
             break_reason=planned.break_reason,
             started_at_s=started_at_s,
         )
-        if stream is not None and on_text is not None and (rest := stream.finish(message.content or "")):
-            on_text(rest)
-        if planned.kind == "chat":
-            asyncio.get_running_loop().call_soon(self._close_ahead, log.history.segments[turn.segment_index])
+        if stream is not None and on_pieces is not None:
+            on_pieces(stream.finish(message))
         return Completion(reply=_reply(turn, message, parsed.num_malformed), turn=turn)
 
     def _request(
@@ -315,12 +320,14 @@ class Gateway:
             stream=is_streaming,
         )
 
-    def _stream(self, planned: _Planned, on_text: OnText | None) -> ReplyStream | None:
+    def _stream(self, planned: _Planned, on_pieces: OnPieces | None) -> ReplyStream | None:
         """Only a streamed reply and stop strings need the tokens while they are sampled."""
-        if on_text is None and not planned.stops:
+        if on_pieces is None and not planned.stops:
             return None
-        opening = self._parser.opening if planned.reads_calls else None
-        return ReplyStream(self._renderer.codec, planned.stops, opening)
+        reader = self._renderer.reader if planned.kind == "chat" else None
+        return ReplyStream(
+            self._renderer.codec, planned.stops, reader, reads_calls=planned.reads_calls, is_open=planned.is_open
+        )
 
     def _finish(
         self, request: GenerateRequest, result: GenerateResult, stops: tuple[str, ...]
@@ -345,16 +352,15 @@ class Gateway:
         self._recorder.count_unrecorded(len(result.token_ids) - len(cut[0].token_ids))
         return cut
 
-    def _close_ahead(self, segment: Segment) -> None:
-        """Between two calls: make what the next one will need of the template, so that it waits for less."""
-        newest = segment.turns[-1]
-        with contextlib.suppress(InputError):  # a template that refuses this is reported to whoever extends it
-            newest.closed_text = self._renderer.closed_text(newest.as_previous())
-
-    def _parse(self, text: str, planned: _Planned) -> ParsedText:
-        if not planned.reads_calls:
-            return ParsedText(content=text)
-        parsed = self._parser.parse(text, lambda: self._ids.new("call"))
+    def _parse(self, text: str, planned: _Planned) -> ParsedReply:
+        if planned.kind == "text":
+            return ParsedReply(content=text)
+        parsed = self._renderer.reader.read(
+            text,
+            lambda: self._renderer.call_id(self._ids.new("call")),
+            reads_calls=planned.reads_calls,
+            is_open=planned.is_open,
+        )
         if parsed.num_malformed:
             self._counters.add("gateway.malformed_calls", parsed.num_malformed)
         return parsed
@@ -388,6 +394,20 @@ def _normal_message(index: int, message: Message) -> Message:
         raise InputError(f"messages[{index}].tool_calls may stand only in an assistant message, not in {message.role}")
     content = message.content or (None if message.tool_calls else "")
     return message if content == message.content else msgspec.structs.replace(message, content=content)
+
+
+def _on_pieces(on_text: OnText | None, on_reasoning: OnText | None) -> OnPieces | None:
+    """One callback for both, each of which is called for text only; None where nobody listens."""
+    if on_text is None and on_reasoning is None:
+        return None
+
+    def show(pieces: Pieces) -> None:
+        if pieces.reasoning and on_reasoning is not None:
+            on_reasoning(pieces.reasoning)
+        if pieces.content and on_text is not None:
+            on_text(pieces.content)
+
+    return show
 
 
 def _reply(turn: Turn, message: Message, num_malformed: int) -> ChatReply:
