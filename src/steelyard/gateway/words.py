@@ -126,9 +126,9 @@ def _without_properties(source: str) -> str | None:
     pieces, position, in_class = [], 0, False
     for match in _MARKS.finditer(source):
         mark, name = match[0], match[1]
-        if mark in "^$" and not in_class or mark == "[" and in_class:
+        if (mark in "^$" and not in_class) or (mark == "[" and in_class):
             return None
-        in_class = mark == "[" or in_class and mark != "]"
+        in_class = mark == "[" or (in_class and mark != "]")
         if name is not None:
             chars = "".join(re.escape(char) for char in _ASCII if unicodedata.category(char).startswith(name)) or _NEVER
             pieces += [source[position : match.start()], chars if in_class else f"[{chars}]"]
