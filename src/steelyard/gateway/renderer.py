@@ -25,7 +25,7 @@ from steelyard.errors import InputError
 from steelyard.gateway.codec import TokenCodec
 from steelyard.gateway.reply_reader import ReplyReader
 from steelyard.gateway.template import ChatTemplate
-from steelyard.gateway.template_traits import SHORT_ID_CHARS, call_entry, find_traits
+from steelyard.gateway.template_traits import SHORT_ID_CHARS, call_entry, find_traits, fork
 from steelyard.gateway.tool_calls.base import ToolParser
 from steelyard.gateway.tool_calls.choice import parser_named
 from steelyard.types import Message, Record, ToolSpec
@@ -100,7 +100,8 @@ class Renderer:
         self.stop_token_ids = tuple(sorted(found))
         self._stop_set = frozenset(found)
         stop_texts = [token.text for token in codec.control_tokens if token.token_id in found]
-        traits = self.traits = find_traits(template, stop_texts)
+        control_texts = [token.text for token in codec.control_tokens]
+        traits = self.traits = find_traits(template, control_texts, stop_texts)
         parser = parser_named(tool_parser or traits.parser)
         max_calls = None if traits.takes_parallel_calls else 1
         self.reader = ReplyReader(parser, traits.marks, max_calls)
@@ -168,6 +169,18 @@ class Renderer:
         rest = self.codec.encode(full[end_position:], is_start=False)
         token_ids = (*previous.prompt.token_ids, *sampled, *closing, *rest)
         return Extension(prompt=Prompt(token_ids=token_ids, text=full, messages=messages, tools=tools))
+
+    def written_reply(self, prompt: Prompt, reply: Message) -> str:
+        """What the template writes for a reply to ``prompt``; "" where it writes history in another way.
+
+        Raises:
+            InputError: the template refuses the messages.
+        """
+        results = tuple(Message(role="tool", content="x", tool_call_id=call.id) for call in reply.tool_calls)
+        full = self._render((*prompt.messages, reply, *results), prompt.tools)
+        start = fork(prompt.text, full, [token.text for token in self.codec.control_tokens])
+        end = self.codec.first_control(full, start, self._stop_set)
+        return "" if end is None else self.codec.restore(full[start : end[1]])
 
     def text_prompt(self, text: str) -> Prompt:
         """A prompt that the caller rendered; control strings in it are control tokens."""

@@ -42,6 +42,16 @@ def common_length(one: Sequence[object], other: Sequence[object]) -> int:
     return min(len(one), len(other))
 
 
+def fork(prompt: str, whole: str, control_texts: Sequence[str]) -> int:
+    """Where ``whole`` leaves ``prompt``, but not within a control string."""
+    position = common_length(prompt, whole)
+    for text in control_texts:
+        start = whole.find(text, max(0, position - len(text) + 1))
+        if 0 <= start < position:
+            return start
+    return position
+
+
 class CallForm(Record, frozen=True, kw_only=True):
     """How calls are shown to a template.
 
@@ -83,14 +93,15 @@ def call_entry(form: CallForm, call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
-def find_traits(template: ChatTemplate, stop_texts: Sequence[str]) -> TemplateTraits:
+def find_traits(template: ChatTemplate, control_texts: Sequence[str], stop_texts: Sequence[str]) -> TemplateTraits:
     """Ask ``template``.
 
     Args:
-        stop_texts: the control strings that end a turn.
+        control_texts: all control strings.
+        stop_texts: those that end a turn.
     """
     marks = next((marks for marks in _KNOWN_MARKS if marks.closing in template.source), None)
-    probe = _Probe(template, stop_texts)
+    probe = _Probe(template, control_texts, stop_texts)
     form, text, refusal = probe.best_form()
     written = None if text is None else parser_reading(text, [_call(form, 0)])
     writes_calls = text is not None and _NAME in text
@@ -109,8 +120,9 @@ def find_traits(template: ChatTemplate, stop_texts: Sequence[str]) -> TemplateTr
 
 
 class _Probe:
-    def __init__(self, template: ChatTemplate, stop_texts: Sequence[str]) -> None:
+    def __init__(self, template: ChatTemplate, control_texts: Sequence[str], stop_texts: Sequence[str]) -> None:
         self._template = template
+        self._control_texts = control_texts
         self._stop_texts = stop_texts
 
     def best_form(self) -> tuple[CallForm, str | None, str | None]:
@@ -181,7 +193,7 @@ class _Probe:
         """What the template writes for ``messages[1]``, from its prompt to the end of its turn."""
         prompt = self._template.render(messages[:1], tools, add_generation_prompt=True)
         whole = self._template.render(messages, tools, add_generation_prompt=is_closed)
-        text = whole[common_length(prompt, whole) :]
+        text = whole[fork(prompt, whole, self._control_texts) :]
         ends = [position for stop in self._stop_texts if (position := text.find(stop)) >= 0]
         return text[: min(ends)] if ends else text
 

@@ -27,8 +27,8 @@ _Pairs = list[tuple[str, str]]
 
 class _Call(msgspec.Struct):
     name: str
-    parameters: msgspec.Raw | None = None
-    arguments: msgspec.Raw | None = None
+    parameters: msgspec.Raw = msgspec.Raw()
+    arguments: msgspec.Raw = msgspec.Raw()
 
 
 class Llama3Parser:
@@ -76,8 +76,7 @@ def _json_call(text: str) -> tuple[str, str] | None:
     call = read_json(text, _Call)
     if call is None:
         return None
-    raw = call.arguments if call.parameters is None else call.parameters
-    arguments = None if raw is None else object_text(bytes(raw))
+    arguments = object_text(bytes(call.parameters) or bytes(call.arguments))
     return None if arguments is None else (call.name, arguments)
 
 
