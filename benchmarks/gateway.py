@@ -1,9 +1,9 @@
 """What the gateway adds to a model call, and how many calls it takes in, over real HTTP.
 
-Three processes. The gateway, with its recorder, trace store and ledger on a real disk, is pinned to one core and reaches
-its engine as in a run, over a Unix socket. On the other core are a client on kept-alive connections and a trivial
-upstream, which answers a call at once with 15 KB of ids and log-probabilities; it is also an HTTP server of its own,
-which answers the same to whoever calls it directly.
+Three processes. The gateway, with its recorder, trace store and ledger on a real disk, is pinned to one core and
+reaches its engine as in a run, over a Unix socket. On the other core are a client on kept-alive connections and a
+trivial upstream, which answers a call at once with 15 KB of ids and log-probabilities; it is also an HTTP server of
+its own, which answers the same to whoever calls it directly.
 
 An attempt makes four calls, each extending the one before with our tool call and its result, and is then sealed, as in
 a run. System prompt and tools are those of all attempts; question and tool results are new in every call, and are
