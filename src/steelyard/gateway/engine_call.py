@@ -11,7 +11,7 @@ from steelyard.clock import Clock
 from steelyard.errors import DeadlineExceeded, EngineError, SteelyardError
 from steelyard.gateway.codec import TokenCodec
 from steelyard.gateway.recorder import check_result
-from steelyard.gateway.reply_text import Pieces, ReplyStream, find_stop
+from steelyard.gateway.reply_text import Cut, Pieces, ReplyStream, find_stop
 from steelyard.types import FinishReason, GenerateRequest, GenerateResult, TokenChunk
 
 _LOG = logging.getLogger(__name__)
@@ -128,8 +128,8 @@ def shown_tokens(request: GenerateRequest, result: GenerateResult) -> tuple[int,
 
 def cut_at_stop(
     codec: TokenCodec, request: GenerateRequest, result: GenerateResult, stops: tuple[str, ...]
-) -> tuple[GenerateResult, str] | None:
-    """The answer up to its first stop string, as if the engine had stopped there, and the text before the string.
+) -> tuple[GenerateResult, Cut] | None:
+    """The answer up to its first stop string, as if the engine had stopped there, and where that was.
 
     None where there is no stop string. The tokens of the string stay: they were sampled.
     """
@@ -144,4 +144,4 @@ def cut_at_stop(
         version_spans=tuple(span for span in result.version_spans if span.start < cut.num_tokens),
         finish_reason=FinishReason.STOP,
     )
-    return shorter, cut.text
+    return shorter, cut

@@ -9,7 +9,8 @@ from typing import Literal
 import msgspec
 
 from steelyard.gateway.renderer import PreviousTurn, Prompt
-from steelyard.types import Message
+from steelyard.gateway.tool_calls.choice import same_calls
+from steelyard.types import Message, ToolCall
 
 Kind = Literal["chat", "text"]
 
@@ -69,6 +70,25 @@ class History:
     def __init__(self) -> None:
         self.segments: list[Segment] = []
         self.num_turns = 0
+        self._calls: dict[str, ToolCall] = {}
+
+    def restored(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """``messages`` with our tool calls as they were sampled.
+
+        Clients parse arguments and write them again, with other white space or another order of keys. A call that
+        has an id of ours, the same name and equal arguments is the one that we returned.
+        """
+        if not self._calls:
+            return messages
+        return tuple(self._restored(message) if message.tool_calls else message for message in messages)
+
+    def _restored(self, message: Message) -> Message:
+        calls = tuple(self._own_call(call) for call in message.tool_calls)
+        return message if calls == message.tool_calls else msgspec.structs.replace(message, tool_calls=calls)
+
+    def _own_call(self, call: ToolCall) -> ToolCall:
+        ours = self._calls.get(call.id)
+        return call if ours is None or ours == call or not same_calls([ours], [call]) else ours
 
     def find_chat(self, messages: tuple[Message, ...]) -> RecordedTurn | None:
         """The turn with the longest equal message prefix: its messages and the reply as we returned it."""
@@ -115,6 +135,7 @@ class History:
         segment.newest_prompt = prompt
         turn = RecordedTurn(segment, self.num_turns, prompt, token_ids, reply)
         segment.turns.append(turn)
+        self._calls.update((call.id, call) for call in reply.tool_calls)
         self.num_turns += 1
         return turn
 

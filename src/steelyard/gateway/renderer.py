@@ -170,6 +170,18 @@ class Renderer:
         token_ids = (*previous.prompt.token_ids, *sampled, *closing, *rest)
         return Extension(prompt=Prompt(token_ids=token_ids, text=full, messages=messages, tools=tools))
 
+    def opened(self, prompt: Prompt, tool: str | None) -> tuple[Prompt, str]:
+        """The prompt with the beginning of a reply that calls ``tool`` (None: any), and the text of that beginning.
+
+        It is ours and not sampled. Reasoning that the prompt has begun is ended before it.
+        """
+        parser, marks = self.reader.parser, self.reader.marks
+        opening = "" if parser is None else parser.forced_opening(None if tool is None else self.codec.guard(tool))
+        if marks is not None and self.reader.is_open(prompt.text):
+            opening = f"\n{marks.closing}\n\n{opening}"
+        token_ids = (*prompt.token_ids, *self.codec.encode(opening, is_start=False))
+        return msgspec.structs.replace(prompt, token_ids=token_ids), self.codec.restore(opening)
+
     def written_reply(self, prompt: Prompt, reply: Message) -> str:
         """What the template writes for a reply to ``prompt``; "" where it writes history in another way.
 

@@ -17,7 +17,8 @@ class ReasoningMarks(NamedTuple):
 class ParsedReply(Record, frozen=True, kw_only=True):
     """What a reply says. ``content`` is None where there is nothing but calls, or where the reasoning did not end.
 
-    ``reasoning``: what stood between the marks, exactly; None without an opening mark.
+    ``reasoning``: what stood between the marks, without line ends at its edges, as content is without those behind the
+    reasoning; None without an opening mark.
     ``num_malformed``: tool calls that cannot be read; they stay in ``content``.
     """
 
@@ -66,10 +67,10 @@ class ReplyReader:
         content = message.content or ""
         if message.reasoning is None or self.marks is None:
             return content
-        opened = self.marks.opening + message.reasoning
+        opened = f"{self.marks.opening}\n{message.reasoning}"
         if message.content is None and not message.tool_calls:
             return opened
-        return opened + self.marks.closing + content
+        return f"{opened}\n{self.marks.closing}\n\n{content}"
 
     def says(self, text: str, reply: Message, *, is_open: bool) -> bool:
         """Whether ``text`` says what ``reply`` says, but for white space at edges and the form of calls.
@@ -95,4 +96,4 @@ class ReplyReader:
                 return None, text
             body = body[len(self.marks.opening) :]
         reasoning, mark, content = body.partition(self.marks.closing)
-        return reasoning, content if mark else None
+        return reasoning.strip("\n"), content.lstrip("\n") if mark else None

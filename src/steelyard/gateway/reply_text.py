@@ -10,10 +10,11 @@ _UNFINISHED = "\ufffd"
 
 
 class Cut(Record, frozen=True, kw_only=True):
-    """A stop string was found: keep ``num_tokens`` tokens and ``text``, which ends before the string."""
+    """``stop`` was found: keep ``num_tokens`` tokens and ``text``, which ends before it."""
 
     num_tokens: int
     text: str
+    stop: str
 
 
 class GrowingText:
@@ -50,7 +51,8 @@ def find_stop(codec: TokenCodec, token_ids: Sequence[int], stops: Sequence[str])
         growing.push(token_id)
         position = first_stop(growing.text, stops, max(0, num_seen - longest))
         if position is not None:
-            return Cut(num_tokens=index + 1, text=growing.text[:position])
+            stop = next(stop for stop in stops if growing.text.startswith(stop, position))
+            return Cut(num_tokens=index + 1, text=growing.text[:position], stop=stop)
     return None
 
 
@@ -144,7 +146,7 @@ class ReplyStream:
             shown = body[: _safe_end(body, (self._marks.closing, *self._stops))]
         else:
             shown = text[self._reasoning_from : self._content_from - len(self._marks.closing)]
-        delta = shown[self._num_reasoning :]
+        delta = shown.strip("\n")[self._num_reasoning :]
         self._num_reasoning += len(delta)
         return delta
 
@@ -152,6 +154,8 @@ class ReplyStream:
         if self._content_from is None:
             return ""
         body = text[self._content_from :]
+        if self._reasoning_from is not None:
+            body = body.lstrip("\n")
         openings = () if self._parser is None else self._parser.openings
         end = first_stop(body, openings, self._num_shown)
         shown = body[: _safe_end(body, (*self._stops, *openings)) if end is None else end]

@@ -69,8 +69,9 @@ class TemplateTraits(Record, frozen=True, kw_only=True):
 
     ``writes_calls``: calls of a message are in its text; if not, they are shown to it within the content.
     ``written_parser``: reads the calls that it writes. ``parser``: reads what its models sample, as far as the
-    template tells. ``refusal``: what it said where it takes no calls at all. ``reasoning_field``: the field of a
-    message in which it looks for reasoning; None where it looks into the content.
+    template tells. ``refusal``: what it said where it takes no calls at all. ``marks``: of reasoning, where they are
+    in the template or are tokens of their own. ``reasoning_field``: the field of a message in which it looks for
+    reasoning; None where it looks into the content.
     """
 
     form: CallForm
@@ -100,7 +101,8 @@ def find_traits(template: ChatTemplate, control_texts: Sequence[str], stop_texts
         control_texts: all control strings.
         stop_texts: those that end a turn.
     """
-    marks = next((marks for marks in _KNOWN_MARKS if marks.closing in template.source), None)
+    known = (marks for marks in _KNOWN_MARKS if marks.closing in template.source or marks.closing in control_texts)
+    marks = next(known, None)
     probe = _Probe(template, control_texts, stop_texts)
     form, text, refusal = probe.best_form()
     written = None if text is None else parser_reading(text, [_call(form, 0)])

@@ -43,6 +43,7 @@ class LiveAttempts:
             sampling=lease.sampling,
             max_context_tokens=self._max_context_tokens,
             deadline_at_s=lease.issued_at_s + self._attempt_deadline_s,
+            max_turns=lease.max_turns,
         )
 
     def holder(self, attempt_id: str) -> str:

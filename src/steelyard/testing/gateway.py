@@ -13,6 +13,7 @@ from steelyard.gateway.app import GatewayServer, HttpLimits
 from steelyard.gateway.attempts import AttemptEndpoint, AttemptLimits, HeldAttempts
 from steelyard.gateway.capability import KeyRing
 from steelyard.gateway.codec import TokenCodec
+from steelyard.gateway.dialects.base import Desk, ModelNames
 from steelyard.gateway.recorder import Recorder
 from steelyard.gateway.renderer import Renderer
 from steelyard.gateway.service import Gateway, GatewayLimits
@@ -36,6 +37,7 @@ from steelyard.types import (
 )
 
 ATTEMPT = "att_one"
+NOW_S = 1_700_000_000.0
 HOLDER = "wrk_one"
 
 
@@ -128,6 +130,28 @@ def scripted_result(request: GenerateRequest, token_ids: tuple[int, ...], finish
     )
 
 
+class PlainTokens:
+    """Tokens that are code points, without a stop token."""
+
+    def text_of(self, token_ids: tuple[int, ...]) -> str:
+        """Their text."""
+        return "".join(map(chr, token_ids))
+
+    def is_stop(self, token_id: int) -> bool:
+        """None is."""
+        return False
+
+
+def make_desk(*, models: ModelNames | None = None) -> Desk:
+    """What a dialect needs beside the body, at :data:`NOW_S`."""
+    return Desk(
+        tokens=PlainTokens(),
+        models=models or ModelNames(own="policy"),
+        ids=SeededIds(0),
+        now_s=NOW_S,
+    )
+
+
 class FixedDirectory:
     """An attempt directory that is a dictionary; delete an entry to end its attempt."""
 
@@ -151,6 +175,7 @@ def binding(
     max_context_tokens: int = 4096,
     sampling: Sampling | None = None,
     deadline_at_s: float = 4e9,
+    max_turns: int | None = None,
 ) -> AttemptBinding:
     """A binding with room and time."""
     return AttemptBinding(
@@ -158,6 +183,7 @@ def binding(
         sampling=sampling or Sampling(temperature=0.7, max_tokens=256),
         max_context_tokens=max_context_tokens,
         deadline_at_s=deadline_at_s,
+        max_turns=max_turns,
     )
 
 
@@ -182,6 +208,7 @@ class GatewayWorld:
         attempt_limits: AttemptLimits | None = None,
         clock: Clock | None = None,
         port: int = 0,
+        models: ModelNames | None = None,
     ) -> None:
         self.clock = clock or SystemClock()
         self.counters = Counters()
@@ -221,6 +248,7 @@ class GatewayWorld:
             clock=self.clock,
             counters=self.counters,
             port=port,
+            models=models,
             limits=http_limits,
             attempts=attempts,
         )

@@ -99,6 +99,6 @@ def test_reasoning_is_shown_while_it_grows(codec: TokenCodec) -> None:
     stream = ReplyStream(codec, (), ReplyReader(None, MARKS))
     assert stream.push(codec.encode("\n<think>so it")) == Pieces(reasoning="so it")
     assert stream.push(codec.encode(" is</thi")) == Pieces(reasoning=" is")
-    assert stream.push(codec.encode("nk>\nyes")) == Pieces(content="\nyes")
+    assert stream.push(codec.encode("nk>\nyes")) == Pieces(content="yes")
     opened = ReplyStream(codec, (), ReplyReader(None, MARKS), is_open=True)
     assert opened.push(codec.encode("so</think>yes")) == Pieces(reasoning="so", content="yes")

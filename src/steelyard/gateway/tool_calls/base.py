@@ -29,13 +29,14 @@ class ToolParser(Protocol):
 
     ``openings``: strings from which on a streamed text is held back, for they may open a call; ``head_openings``
     do so only where the text begins with them. ``marks``: all strings of the form that a tokenizer may have as
-    tokens of their own.
+    tokens of their own. ``closing`` ends a call and nothing else, where the form has such a string.
     """
 
     name: str
     openings: tuple[str, ...]
     head_openings: tuple[str, ...]
     marks: tuple[str, ...]
+    closing: str | None
 
     def parse(self, text: str, new_id: NewId) -> ParsedText:
         """Split ``text`` into content and calls; arguments are JSON text, exactly as sampled where it was JSON.
@@ -47,6 +48,10 @@ class ToolParser(Protocol):
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """Calls as the family's models are taught to write them."""
+        ...
+
+    def forced_opening(self, tool: str | None) -> str:
+        """How a reply begins that calls ``tool``, or any tool where it is None."""
         ...
 
 

@@ -28,6 +28,7 @@ class DeepSeekParser:
     openings: tuple[str, ...] = (_ALL_OPEN, _OPEN)
     head_openings: tuple[str, ...] = ()
     marks: tuple[str, ...] = (_ALL_OPEN, _ALL_CLOSE, _OPEN, _CLOSE, _SEPARATOR)
+    closing: str | None = _CLOSE
 
     def parse(self, text: str, new_id: NewId) -> ParsedText:
         found: list[tuple[int, int, ToolCall]] = []
@@ -51,6 +52,10 @@ class DeepSeekParser:
     def write(self, calls: Sequence[ToolCall]) -> str:
         blocks = [f"{_OPEN}{call.name}{_SEPARATOR}{call.arguments}{_CLOSE}" for call in calls]
         return "".join([_ALL_OPEN, *blocks, _ALL_CLOSE])
+
+    def forced_opening(self, tool: str | None) -> str:
+        opening = _ALL_OPEN + _OPEN
+        return opening if tool is None else f"{opening}{tool}{_SEPARATOR}"
 
 
 def _read_call(text: str, start: int) -> tuple[str, str, int] | None:

@@ -24,6 +24,7 @@ class HermesParser:
     openings: tuple[str, ...] = (_OPEN,)
     head_openings: tuple[str, ...] = ()
     marks: tuple[str, ...] = (_OPEN, _CLOSE)
+    closing: str | None = _CLOSE
 
     def parse(self, text: str, new_id: NewId) -> ParsedText:
         found: list[tuple[int, int, ToolCall]] = []
@@ -41,6 +42,9 @@ class HermesParser:
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         return "\n".join(f"{_OPEN}\n{_json(call)}\n{_CLOSE}" for call in calls)
+
+    def forced_opening(self, tool: str | None) -> str:
+        return f"{_OPEN}\n" if tool is None else f'{_OPEN}\n{{"name": {name_json(tool)}, "arguments":'
 
 
 def _json(call: ToolCall) -> str:

@@ -38,6 +38,7 @@ class Llama3Parser:
     openings: tuple[str, ...] = (_TAG,)
     head_openings: tuple[str, ...] = ("{", "[")
     marks: tuple[str, ...] = (_TAG,)
+    closing: str | None = None
 
     def parse(self, text: str, new_id: NewId) -> ParsedText:
         before, tag, body = text.partition(_TAG)
@@ -51,6 +52,9 @@ class Llama3Parser:
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         return "; ".join(f'{{"name": {name_json(call.name)}, "parameters": {call.arguments}}}' for call in calls)
+
+    def forced_opening(self, tool: str | None) -> str:
+        return '{"name":' if tool is None else f'{{"name": {name_json(tool)}, "parameters":'
 
 
 def _read_json(text: str) -> _Pairs | None:

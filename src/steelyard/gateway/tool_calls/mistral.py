@@ -38,6 +38,7 @@ class MistralParser:
     openings: tuple[str, ...] = (_MARK,)
     head_openings: tuple[str, ...] = ()
     marks: tuple[str, ...] = (_MARK, "[ARGS]", "[CALL_ID]")
+    closing: str | None = None
 
     def parse(self, text: str, new_id: NewId) -> ParsedText:
         found: list[tuple[int, int, ToolCall]] = []
@@ -60,6 +61,10 @@ class MistralParser:
             for call in calls
         ]
         return f"{_MARK} [{', '.join(entries)}]"
+
+    def forced_opening(self, tool: str | None) -> str:
+        opening = f'{_MARK} [{{"name":'
+        return opening if tool is None else f'{opening} {name_json(tool)}, "arguments":'
 
 
 def _read_named(text: str, start: int) -> tuple[list[tuple[str, str]], int] | None:
