@@ -166,11 +166,13 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     """``port`` 0 takes a free one. Only loopback unless said otherwise.
 
     ``models``: the names by which requests may call the policy; null: any, so that an agent needs no change.
+    ``tool_parser``: the form in which the policy writes tool calls; ``auto`` is the one that fits its chat template.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     models: tuple[str, ...] | None = None
+    tool_parser: Literal["auto", "hermes", "mistral", "deepseek", "llama3"] = "auto"
 
 
 class SandboxConfig(Section, frozen=True, kw_only=True):

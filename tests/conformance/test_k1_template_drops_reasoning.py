@@ -28,7 +28,7 @@ def test_k1_earlier_reasoning_dropped_by_the_template_starts_a_new_segment(tmp_p
     trace = run_agent(world, three_turns)
     assert [turn.segment_index for turn in trace.turns] == [0, 1, 2]
     counts = world.counters.read()
-    assert (counts["gateway.segments.first"], counts["gateway.segments.reply_changed"]) == (1, 2)
+    assert (counts["gateway.segments.first"], counts["gateway.segments.reasoning_dropped"]) == (1, 2)
     for turn in trace.turns[1:]:
         assert "step" not in world.gateway.text_of(turn.prompt_token_ids), "the prompt is what the template says"
 

@@ -191,7 +191,6 @@ class GatewayServer:
             models=self._models,
             ids=self._ids,
             now_s=self._clock.now_s(),
-            opens_thinking=self._gateway.opens_thinking,
         )
 
     def _failure(self, error: Exception) -> Failure:

@@ -4,11 +4,12 @@ A segment holds the texts and tokens of its newest turn only; since each turn's 
 one's, older turns are lengths into them. Memory grows with the conversation, not with its square.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from steelyard.gateway.renderer import PreviousTurn, Prompt
+from steelyard.gateway.tool_calls.choice import same_calls
 from steelyard.types import Message, ToolCall
 
 Kind = Literal["chat", "text"]
@@ -17,7 +18,7 @@ Kind = Literal["chat", "text"]
 class RecordedTurn:
     """A recorded turn, as lengths into its segment.
 
-    ``reply_text`` is the text that we returned for it. ``closed_text`` is the renderer's, where it was made ahead.
+    ``reply_text`` is the text that we returned for it.
     """
 
     def __init__(
@@ -30,7 +31,6 @@ class RecordedTurn:
         self.num_messages = len(prompt.messages)
         self.num_chars = len(prompt.text)
         self.num_prompt_tokens = len(prompt.token_ids)
-        self.closed_text: str | None = None
 
     @property
     def reply_text(self) -> str:
@@ -88,9 +88,7 @@ class History:
 
     def _own_call(self, call: ToolCall) -> ToolCall:
         ours = self._calls.get(call.id)
-        if ours is None or ours == call or ours.name != call.name:
-            return call
-        return ours if _json_value(ours.arguments) == _json_value(call.arguments) else call
+        return call if ours is None or ours == call or not same_calls([ours], [call]) else ours
 
     def find_chat(self, messages: tuple[Message, ...]) -> RecordedTurn | None:
         """The turn with the longest equal message prefix: its messages and the reply as we returned it."""
@@ -134,8 +132,6 @@ class History:
         if segment is None:
             segment = Segment(len(self.segments), kind, prompt)
             self.segments.append(segment)
-        elif segment.turns:
-            segment.turns[-1].closed_text = None  # kept for the newest turn only
         segment.newest_prompt = prompt
         turn = RecordedTurn(segment, self.num_turns, prompt, token_ids, reply)
         segment.turns.append(turn)
@@ -148,21 +144,24 @@ def _longest_chat(segment: Segment, messages: tuple[Message, ...]) -> RecordedTu
     known = segment.newest_prompt.messages
     num_equal = 0
     for ours, theirs in zip(known, messages, strict=False):
-        if ours != theirs:
+        if not _is_returned(ours, theirs):
             break
         num_equal += 1
     for turn in reversed(segment.turns):
-        if turn.num_messages <= num_equal and messages[turn.num_messages : turn.num_messages + 1] == (turn.reply,):
+        is_within = turn.num_messages <= num_equal and turn.num_messages < len(messages)
+        if is_within and _is_returned(turn.reply, messages[turn.num_messages]):
             return turn
     return None
 
 
-def _json_value(text: str) -> Any:
-    """The value of JSON text; of other text itself, which equals no other text."""
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return text.encode("utf-8", "surrogatepass")
+def _is_returned(ours: Message, theirs: Message) -> bool:
+    """Whether a message came back as it was. Its reasoning may be missing: most dialects have no place for it."""
+    if ours == theirs:
+        return True
+    if ours.reasoning is None or theirs.reasoning not in (None, ours.reasoning):
+        return False
+    content = theirs.content if ours.content is not None else theirs.content or None
+    return ours == msgspec.structs.replace(theirs, reasoning=ours.reasoning, content=content)
 
 
 def _starts_with(token_ids: tuple[int, ...], prefix: tuple[int, ...]) -> bool:

@@ -16,8 +16,6 @@ since the loss needs the ones that were planned; ``max_tokens`` is the smallest 
 of the call, so that siblings differ although their harness asks for one seed. The recorded sampling is what was used.
 """
 
-import asyncio
-import contextlib
 import math
 from collections.abc import Callable
 
@@ -27,12 +25,12 @@ import xxhash
 from steelyard.clock import Clock
 from steelyard.errors import InputError, Refused, SteelyardError
 from steelyard.gateway.capability import AttemptDirectory
-from steelyard.gateway.engine_call import EngineCaller, Generator, OnText, cut_at_stop, shown_tokens
-from steelyard.gateway.history import Kind, RecordedTurn, Segment
+from steelyard.gateway.engine_call import EngineCaller, Generator, OnPieces, cut_at_stop, shown_tokens
+from steelyard.gateway.history import Kind, RecordedTurn
 from steelyard.gateway.recorder import AttemptLog, Recorder, check_result
 from steelyard.gateway.renderer import Prompt, Renderer
-from steelyard.gateway.reply_text import ReplyStream
-from steelyard.gateway.tool_calls import HermesParser, ParsedText
+from steelyard.gateway.reply_reader import ParsedReply
+from steelyard.gateway.reply_text import Pieces, ReplyStream
 from steelyard.ids import IdSource
 from steelyard.metrics import Counters
 from steelyard.types import (
@@ -51,7 +49,8 @@ from steelyard.types import (
 
 _ROLES = ("system", "user", "assistant", "tool")
 _SEED_BITS = 31
-THINK_OPEN = "<think>"
+
+OnText = Callable[[str], None]
 
 
 class GatewayLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +111,7 @@ class _Planned(msgspec.Struct, kw_only=True):
     parent: RecordedTurn | None
     break_reason: str | None
     reads_calls: bool
+    is_open: bool
     stops: tuple[str, ...]
     max_tokens: int | None
     seed: int | None
@@ -159,7 +159,6 @@ class Gateway:
             grace_s=self.limits.grace_s,
             abort_deadline_s=self.limits.abort_deadline_s,
         )
-        self._parser = HermesParser()
         self._num_open_calls = 0
 
     async def chat(self, attempt_id: str, request: ChatRequest, deadline_at_s: float | None = None) -> ChatReply:
@@ -185,19 +184,21 @@ class Gateway:
         on_text: OnText | None = None,
         deadline_at_s: float | None = None,
         on_prompt: Callable[[int], None] | None = None,
+        on_reasoning: OnText | None = None,
     ) -> Completion:
         """As :meth:`chat`, with the turn.
 
         Args:
             on_text: gets the content in pieces while it is sampled.
             on_prompt: gets the number of prompt tokens before anything is sampled.
+            on_reasoning: gets the reasoning in pieces while it is sampled.
         """
         binding, log = self._admit(attempt_id)
         planned = self._plan_chat(log, request)
         planned.deadline_at_s = deadline_at_s
         if on_prompt is not None:
             on_prompt(len(planned.prompt.token_ids))
-        return await self._serve(log, binding, planned, on_text)
+        return await self._serve(log, binding, planned, _on_pieces(on_text, on_reasoning))
 
     def count_prompt(self, attempt_id: str, request: ChatRequest) -> int:
         """The number of prompt tokens that :meth:`chat` would use. Raises as it does."""
@@ -214,29 +215,31 @@ class Gateway:
         if parent is None:
             prompt, break_reason = self._renderer.first_prompt(messages, request.tools), None
         else:
-            extension = self._renderer.extend(parent.as_previous(), messages, request.tools, parent.closed_text)
+            added = messages[parent.num_messages + 1 :]
+            extension = self._renderer.extend(parent.as_previous(), added, request.tools)
             prompt, break_reason = extension.prompt, extension.break_reason
         opening = ""
         if request.must_call is not None:
-            opening = self._parser.forced_opening(request.must_call.tool)
-            prompt = self._renderer.opened(prompt, opening)
+            prompt, opening = self._renderer.opened(prompt, request.must_call.tool)
+        parser = self._renderer.reader.parser
         return _Planned(
             kind="chat",
             prompt=prompt,
             parent=parent,
             break_reason=break_reason,
             reads_calls=bool(request.tools),
+            is_open=self._renderer.reader.is_open(prompt.text),
             stops=request.stop,
             max_tokens=request.max_tokens,
             seed=request.seed,
             opening=opening,
-            closing=self._parser.closing if request.single_call and request.tools else None,
+            closing=parser.closing if parser is not None and request.single_call and request.tools else None,
         )
 
     async def complete_prompt(self, attempt_id: str, request: TextRequest, on_text: OnText | None = None) -> Completion:
         """Continue a prompt. Raises as :meth:`chat`."""
         binding, log = self._admit(attempt_id)
-        return await self._serve(log, binding, self._plan_text(log, request), on_text)
+        return await self._serve(log, binding, self._plan_text(log, request), _on_pieces(on_text, None))
 
     def _plan_text(self, log: AttemptLog, request: TextRequest) -> _Planned:
         parent, break_reason, prompt = None, None, request.prompt
@@ -261,15 +264,11 @@ class Gateway:
             parent=parent,
             break_reason=break_reason,
             reads_calls=False,
+            is_open=False,
             stops=request.stop,
             max_tokens=request.max_tokens,
             seed=request.seed,
         )
-
-    @property
-    def opens_thinking(self) -> bool:
-        """Whether the template begins the policy's reasoning for it."""
-        return self._renderer.generation_prompt.rstrip().endswith(THINK_OPEN)
 
     def text_of(self, token_ids: tuple[int, ...]) -> str:
         """The text of sampled tokens."""
@@ -297,7 +296,7 @@ class Gateway:
         return binding, log
 
     async def _serve(
-        self, log: AttemptLog, binding: AttemptBinding, planned: _Planned, on_text: OnText | None
+        self, log: AttemptLog, binding: AttemptBinding, planned: _Planned, on_pieces: OnPieces | None
     ) -> Completion:
         started_at_s = self._clock.now_s()
         room = binding.max_context_tokens - len(planned.prompt.token_ids)
@@ -305,13 +304,13 @@ class Gateway:
             self._counters.add("gateway.context_full")
             log.limit = EndReason.CONTEXT_FULL
             return Completion(reply=self._context_full(planned.prompt), turn=None)
-        stream = self._stream(planned, on_text)
+        stream = self._stream(planned, on_pieces)
         request = self._request(log, binding, planned, room, started_at_s, is_streaming=stream is not None)
         log.num_calls += 1
         log.num_open_calls += 1
         self._num_open_calls += 1
         try:
-            result = await self._engine.call(request, stream, None if planned.opening else on_text)
+            result = await self._engine.call(request, stream, None if planned.opening else on_pieces)
             completion = self._record(log, planned, request, result, started_at_s)
         except Refused:
             raise
@@ -322,12 +321,8 @@ class Gateway:
             log.num_open_calls -= 1
             self._num_open_calls -= 1
         log.failure = None
-        if (
-            stream is not None
-            and on_text is not None
-            and (rest := stream.finish(completion.reply.message.content or ""))
-        ):
-            on_text(rest)
+        if stream is not None and on_pieces is not None:
+            on_pieces(stream.finish(completion.reply.message))
         return completion
 
     def _record(
@@ -341,7 +336,9 @@ class Gateway:
         """The engine's answer, checked, recorded and read."""
         result, text, stop = self._finish(request, result, planned)
         parsed = self._parse(text, planned)
-        message = Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls)
+        message = Message(
+            role="assistant", content=parsed.content, tool_calls=parsed.tool_calls, reasoning=parsed.reasoning
+        )
         turn = self._recorder.record(
             log,
             request,
@@ -353,8 +350,6 @@ class Gateway:
             break_reason=planned.break_reason,
             started_at_s=started_at_s,
         )
-        if planned.kind == "chat":
-            asyncio.get_running_loop().call_soon(self._close_ahead, log.history.segments[turn.segment_index])
         return Completion(reply=_reply(turn, message, parsed.num_malformed), turn=turn, stop=stop)
 
     def _request(
@@ -393,12 +388,14 @@ class Gateway:
             stream=is_streaming,
         )
 
-    def _stream(self, planned: _Planned, on_text: OnText | None) -> ReplyStream | None:
+    def _stream(self, planned: _Planned, on_pieces: OnPieces | None) -> ReplyStream | None:
         """Only a streamed reply and stop strings need the tokens while they are sampled."""
-        if on_text is None and not planned.all_stops:
+        if on_pieces is None and not planned.all_stops:
             return None
-        opening = self._parser.opening if planned.reads_calls else None
-        return ReplyStream(self._renderer.codec, planned.all_stops, opening)
+        reader = self._renderer.reader if planned.kind == "chat" else None
+        return ReplyStream(
+            self._renderer.codec, planned.all_stops, reader, reads_calls=planned.reads_calls, is_open=planned.is_open
+        )
 
     def _finish(
         self, request: GenerateRequest, result: GenerateResult, planned: _Planned
@@ -426,16 +423,15 @@ class Gateway:
         text = planned.opening + cut.text
         return (shorter, text, cut.stop) if cut.stop in planned.stops else (shorter, text + cut.stop, None)
 
-    def _close_ahead(self, segment: Segment) -> None:
-        """Between two calls: make what the next one will need of the template, so that it waits for less."""
-        newest = segment.turns[-1]
-        with contextlib.suppress(InputError):  # a template that refuses this is reported to whoever extends it
-            newest.closed_text = self._renderer.closed_text(newest.as_previous())
-
-    def _parse(self, text: str, planned: _Planned) -> ParsedText:
-        if not planned.reads_calls:
-            return ParsedText(content=text)
-        parsed = self._parser.parse(text, lambda: self._ids.new("call"))
+    def _parse(self, text: str, planned: _Planned) -> ParsedReply:
+        if planned.kind == "text":
+            return ParsedReply(content=text)
+        parsed = self._renderer.reader.read(
+            text,
+            lambda: self._renderer.call_id(self._ids.new("call")),
+            reads_calls=planned.reads_calls,
+            is_open=planned.is_open,
+        )
         if parsed.num_malformed:
             self._counters.add("gateway.malformed_calls", parsed.num_malformed)
         return parsed
@@ -469,6 +465,20 @@ def _normal_message(index: int, message: Message) -> Message:
         raise InputError(f"messages[{index}].tool_calls may stand only in an assistant message, not in {message.role}")
     content = message.content or (None if message.tool_calls else "")
     return message if content == message.content else msgspec.structs.replace(message, content=content)
+
+
+def _on_pieces(on_text: OnText | None, on_reasoning: OnText | None) -> OnPieces | None:
+    """One callback for both, each of which is called for text only; None where nobody listens."""
+    if on_text is None and on_reasoning is None:
+        return None
+
+    def show(pieces: Pieces) -> None:
+        if pieces.reasoning and on_reasoning is not None:
+            on_reasoning(pieces.reasoning)
+        if pieces.content and on_text is not None:
+            on_text(pieces.content)
+
+    return show
 
 
 def _reply(turn: Turn, message: Message, num_malformed: int) -> ChatReply:

@@ -28,6 +28,7 @@ class Completer(Protocol):
         on_text: Callable[[str], None] | None = None,
         deadline_at_s: float | None = None,
         on_prompt: Callable[[int], None] | None = None,
+        on_reasoning: Callable[[str], None] | None = None,
     ) -> Completion: ...
 
     async def complete_prompt(
@@ -52,6 +53,9 @@ class _Pieces:
 
     def text(self, index: int, delta: str) -> None:
         self._put(index, self._replies.text(index, delta))
+
+    def reasoning(self, index: int, delta: str) -> None:
+        self._put(index, self._replies.reasoning(index, delta))
 
     def end(self, index: int, completion: Completion) -> None:
         self._put(index, self._replies.end(index, completion))
@@ -91,9 +95,13 @@ async def _complete(completer: Completer, attempt_id: str, index: int, job: Job,
         if pieces is not None:
             pieces.text(index, delta)
 
-    listener = None if pieces is None else on_text
+    def on_reasoning(delta: str) -> None:
+        if pieces is not None:
+            pieces.reasoning(index, delta)
+
+    listener, thinker = (None, None) if pieces is None else (on_text, on_reasoning)
     if isinstance(job, ChatRequest):
-        completion = await completer.complete_chat(attempt_id, job, listener, on_prompt=on_prompt)
+        completion = await completer.complete_chat(attempt_id, job, listener, on_prompt=on_prompt, on_reasoning=thinker)
     else:
         completion = await completer.complete_prompt(attempt_id, job, listener)
     if completion.reply.context_full:

@@ -17,6 +17,8 @@ from steelyard.errors import InputError
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PLAIN_JSON = json.JSONEncoder(ensure_ascii=False).encode
+# What a template can raise by itself; templates come from elsewhere, so it is bad input and not our bug.
+_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError)
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
@@ -87,7 +89,7 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        except _FAILURES as error:
             raise InputError(f"the chat template refuses these messages: {error}") from error
 
 

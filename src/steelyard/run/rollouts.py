@@ -106,7 +106,7 @@ class RolloutSide:
         worker = worker_settings(config)
         attempts = LiveAttempts(base.coordinator, config.model.max_context_tokens, worker.attempt_deadline_s)
         gateway = Gateway(
-            Renderer.load(policy_dir),
+            Renderer.load(policy_dir, None if config.gateway.tool_parser == "auto" else config.gateway.tool_parser),
             router,
             base.recorder,
             attempts,

@@ -142,14 +142,13 @@ class PlainTokens:
         return False
 
 
-def make_desk(*, models: ModelNames | None = None, opens_thinking: bool = False) -> Desk:
+def make_desk(*, models: ModelNames | None = None) -> Desk:
     """What a dialect needs beside the body, at :data:`NOW_S`."""
     return Desk(
         tokens=PlainTokens(),
         models=models or ModelNames(own="policy"),
         ids=SeededIds(0),
         now_s=NOW_S,
-        opens_thinking=opens_thinking,
     )
 
 

@@ -13,7 +13,6 @@ import msgspec
 
 from steelyard.gateway.dialects.anthropic_replies import MessageReplies
 from steelyard.gateway.dialects.base import Asked, Desk, decode_body, refuse_given
-from steelyard.gateway.dialects.thinking import joined
 from steelyard.gateway.failures import Failure, bad_request
 from steelyard.types import ChatRequest, Message, MustCall, ToolCall, ToolSpec
 
@@ -195,16 +194,18 @@ def _user(role: str, texts: list[str]) -> list[Message]:
 
 def _assistant(path: str, blocks: list[Block]) -> Message:
     texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[ToolCall] = []
     for index, block in enumerate(blocks):
         if block.type == "thinking":
-            texts.append(joined(block.thinking, block.signature))
+            thoughts.append(block.thinking)
         elif block.type == "tool_use":
             arguments = bytes(block.input).decode("utf-8")
             calls.append(ToolCall(id=block.id, name=block.name, arguments=arguments))
         else:
             texts.append(_text_of(f"{path}.{index}", block))
-    return Message(role="assistant", content="".join(texts) or None, tool_calls=tuple(calls))
+    reasoning = "\n".join(thoughts) if thoughts else None
+    return Message(role="assistant", content="".join(texts) or None, tool_calls=tuple(calls), reasoning=reasoning)
 
 
 def _text(path: str, content: str | list[Block]) -> str:

@@ -6,12 +6,12 @@ from typing import Any
 import msgspec
 
 from steelyard.gateway.dialects.base import Desk
-from steelyard.gateway.dialects.thinking import ThinkingSplitter
 from steelyard.gateway.failures import Failure, FailureKind
 from steelyard.gateway.service import Completion
-from steelyard.types import FinishReason, ToolCall
+from steelyard.types import FinishReason, Message, ToolCall
 
 _ENCODE = msgspec.json.Encoder().encode
+_SIGNATURE = "steelyard"  # clients send it back with the thinking, and a reply is known by what it says
 _DELTA = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 
 
@@ -19,13 +19,13 @@ class MessageReplies:
     """Replies to a request for a message: one choice.
 
     Args:
-        shows_thinking: whether reasoning comes in blocks of its own; else it stays in the text.
+        shows_thinking: whether reasoning is shown, in blocks of its own.
     """
 
     def __init__(self, model: str, desk: Desk, *, shows_thinking: bool) -> None:
         self._model = model
         self._ids = desk.ids
-        self._splitter = ThinkingSplitter(is_open=desk.opens_thinking) if shows_thinking else None
+        self._shows_thinking = shows_thinking
         self._num_blocks = 0
         self._open_block: str | None = None
 
@@ -33,8 +33,7 @@ class MessageReplies:
         """A message."""
         completion = completions[0]
         reply = completion.reply
-        parts = self._push(reply.message.content or "") + self._rest()
-        head = self._head(f"msg_{reply.request_id}", _blocks(parts, reply.message.tool_calls))
+        head = self._head(f"msg_{reply.request_id}", _blocks(reply.message, shows_thinking=self._shows_thinking))
         return _ENCODE({**head, **_ending(completion), "usage": _usage(completion)})
 
     def start(self, index: int, num_prompt_tokens: int) -> bytes:
@@ -44,13 +43,16 @@ class MessageReplies:
         return _event("message_start", {"message": {**head, "usage": usage}})
 
     def text(self, index: int, delta: str) -> bytes:
-        """Deltas, each within its block."""
-        return b"".join(self._part(kind, text) for kind, text in self._push(delta))
+        """A delta within the block of text."""
+        return self._part("text", delta) if delta else b""
+
+    def reasoning(self, index: int, delta: str) -> bytes:
+        """A delta within the block of thinking."""
+        return self._part("thinking", delta) if delta and self._shows_thinking else b""
 
     def end(self, index: int, completion: Completion) -> bytes:
         """The end of the last block, the tools that are called, and ``message_delta``."""
-        events = [self._part(kind, text) for kind, text in self._rest()]
-        events.append(self._close_block())
+        events = [self._close_block()]
         events += [self._call(call) for call in completion.reply.message.tool_calls]
         events.append(_event("message_delta", {"delta": _ending(completion), "usage": _usage(completion)}))
         return b"".join(events)
@@ -62,16 +64,7 @@ class MessageReplies:
     def _head(self, message_id: str, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": message_id, "type": "message", "role": "assistant", "model": self._model, "content": content}
 
-    def _push(self, delta: str) -> list[tuple[str, str]]:
-        return self._splitter.push(delta) if self._splitter is not None else [("text", delta)] if delta else []
-
-    def _rest(self) -> list[tuple[str, str]]:
-        return [] if self._splitter is None else self._splitter.finish()
-
     def _part(self, kind: str, text: str) -> bytes:
-        if kind == "signature":
-            before = b"" if self._open_block == "thinking" else self._open("thinking")
-            return before + self._delta({"type": "signature_delta", "signature": text}) + self._close_block()
         before = b"" if self._open_block == kind else self._close_block() + self._open(kind)
         name, field = _DELTA[kind]
         return before + self._delta({"type": name, field: text})
@@ -87,9 +80,11 @@ class MessageReplies:
     def _close_block(self) -> bytes:
         if self._open_block is None:
             return b""
+        signed = self._delta({"type": "signature_delta", "signature": _SIGNATURE})
+        before = signed if self._open_block == "thinking" else b""
         self._open_block = None
         self._num_blocks += 1
-        return _event("content_block_stop", {"index": self._num_blocks - 1})
+        return before + _event("content_block_stop", {"index": self._num_blocks - 1})
 
     def _call(self, call: ToolCall) -> bytes:
         block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
@@ -152,20 +147,13 @@ def _event(name: str, body: dict[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + _ENCODE({"type": name, **body}) + b"\n\n"
 
 
-def _blocks(parts: Sequence[tuple[str, str]], calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+def _blocks(message: Message, *, shows_thinking: bool) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
-    thinking = ""
-    text = ""
-    for kind, piece in parts:
-        if kind == "thinking":
-            thinking += piece
-        elif kind == "signature":
-            blocks.append({"type": "thinking", "thinking": thinking, "signature": piece})
-        else:
-            text += piece
-    if text:
-        blocks.append({"type": "text", "text": text})
-    for call in calls:
+    if message.reasoning and shows_thinking:
+        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": _SIGNATURE})
+    if message.content:
+        blocks.append({"type": "text", "text": message.content})
+    for call in message.tool_calls:
         arguments = msgspec.Raw(call.arguments.encode("utf-8"))
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
     return blocks

@@ -40,6 +40,10 @@ class Replies(Protocol):
         """Events for a piece of content."""
         ...
 
+    def reasoning(self, index: int, delta: str) -> bytes:
+        """Events for a piece of reasoning, all of which comes before the content."""
+        ...
+
     def end(self, index: int, completion: Completion) -> bytes:
         """Events for what is known only when the turn is recorded; nothing else of this choice follows."""
         ...
@@ -112,7 +116,6 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
     models: ModelNames
     ids: IdSource
     now_s: float
-    opens_thinking: bool = False
 
 
 def decode_body(decoder: msgspec.json.Decoder[BodyT], data: bytes, unknown: Callable[[str], Failure]) -> BodyT:

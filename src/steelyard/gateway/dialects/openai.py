@@ -51,6 +51,7 @@ class MessageIn(msgspec.Struct):
     name: str | None = None
     tool_calls: list[ToolCallIn] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
 
 class FunctionSpec(msgspec.Struct):
@@ -305,6 +306,7 @@ def _message(index: int, message: MessageIn) -> Message:
         tool_calls=calls,
         tool_call_id=message.tool_call_id,
         name=message.name,
+        reasoning=message.reasoning_content if message.role == "assistant" else None,
     )
 
 

@@ -89,6 +89,10 @@ class ChatReplies(_Replies):
         """A piece of content."""
         return self._delta(index, {"content": delta})
 
+    def reasoning(self, index: int, delta: str) -> bytes:
+        """A piece of reasoning, in the field that servers of such models have added."""
+        return self._delta(index, {"reasoning_content": delta})
+
     def end(self, index: int, completion: Completion) -> bytes:
         """Tool calls, if any, log-probabilities and finish reason."""
         self._ended[index] = completion
@@ -128,6 +132,10 @@ class TextReplies(_Replies):
     def text(self, index: int, delta: str) -> bytes:
         """A piece of text."""
         return self._event({"index": index, "text": delta, "logprobs": None, "finish_reason": None})
+
+    def reasoning(self, index: int, delta: str) -> bytes:
+        """Plain completions tell nothing apart."""
+        return b""
 
     def end(self, index: int, completion: Completion) -> bytes:
         """Finish reason and log-probabilities."""
@@ -213,6 +221,8 @@ def event(body: Any) -> bytes:
 
 def _message(message: Message) -> dict[str, Any]:
     shown: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+    if message.reasoning is not None:
+        shown["reasoning_content"] = message.reasoning
     if message.tool_calls:
         shown["tool_calls"] = [_call(call) for call in message.tool_calls]
     return shown

@@ -25,9 +25,12 @@ JSON = st.recursive(
 ARGUMENTS = st.dictionaries(NAME, JSON, max_size=2).map(lambda value: msgspec.json.encode(value).decode())
 CALL = st.builds(ToolCall, id=NAME, name=NAME, arguments=ARGUMENTS)
 REPLY = st.builds(
-    lambda content, calls: normal_messages((Message(role="assistant", content=content, tool_calls=calls),))[0],
+    lambda content, calls, reasoning: normal_messages(
+        (Message(role="assistant", content=content, tool_calls=calls, reasoning=reasoning),)
+    )[0],
     SAID,
     st.lists(CALL, max_size=2).map(tuple),
+    st.none() | st.text("why \n", min_size=1, max_size=5),
 )
 TOOL = st.builds(ToolSpec, name=NAME, description=TEXT, parameters=st.just({"type": "object"}))
 
@@ -68,6 +71,8 @@ def streamed(asked: Asked, message: Message, cuts: Sequence[int]) -> list[dict[s
     content = message.content or ""
     bounds = [0, *sorted(min(cut, len(content)) for cut in cuts), len(content)]
     data = asked.replies.start(0, 1)
+    if message.reasoning:
+        data += asked.replies.reasoning(0, message.reasoning)
     for begin, end in itertools.pairwise(bounds):
         data += asked.replies.text(0, content[begin:end])
     data += asked.replies.end(0, completion(message)) + asked.replies.close()
@@ -108,6 +113,7 @@ def test_a_stream_of_openai_says_what_the_whole_reply_says(message: Message, cut
     deltas = [event["choices"][0]["delta"] for event in streamed(read_openai([]), message, cuts)]
     calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
     assert "".join(delta.get("content", "") for delta in deltas) == (message.content or "")
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == (message.reasoning or "")
     assert [call["index"] for call in calls] == list(range(len(calls)))
     assert [(call["id"], call["function"]["arguments"]) for call in calls] == [
         (call.id, call.arguments) for call in message.tool_calls
