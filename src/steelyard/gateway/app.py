@@ -70,7 +70,7 @@ class GatewayServer:
         self._ids = ids
         self._clock = clock
         self._counters = counters
-        self._models = models or ModelNames(own="steelyard-policy")
+        self._models = models or ModelNames()
         self._limits = limits or HttpLimits()
         options = PortOptions(
             field="gateway.port",

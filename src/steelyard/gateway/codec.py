@@ -17,10 +17,13 @@ import msgspec
 from tokenizers import Tokenizer
 
 from steelyard.errors import InputError
+from steelyard.gateway.token_text import TokenBytes, is_byte_level
+from steelyard.gateway.words import WordEncoder, bare_description, encodes_alike, word_cutters
 
 _ESCAPE = "\U0010fffd"
 _FIRST_STAND_IN = 0x100000
 _CACHED_PIECES = 1024
+_WITHOUT_ADDED: dict[str, Any] = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
 _CACHED_PIECE_CHARS = 4096
 
 
@@ -52,6 +55,8 @@ class TokenCodec:
         self.num_ids = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._plain_start = _tokenizer(_without_added_tokens(description, is_start=True))
         self._plain_rest = _tokenizer(_without_added_tokens(description, is_start=False))
+        self._words = _word_encoder(description, self._plain_rest)
+        self._token_bytes = TokenBytes(self._tokenizer.id_to_token) if is_byte_level(description) else None
         self._encode_cached = functools.lru_cache(_CACHED_PIECES)(self._encode_piece)
         texts = sorted((token.text for token in self.control_tokens), key=len, reverse=True)
         chars = sorted({char for text in texts for char in text})
@@ -117,6 +122,8 @@ class TokenCodec:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of sampled tokens, control tokens included. Bytes that are no UTF-8 become U+FFFD."""
+        if self._token_bytes is not None:
+            return self._token_bytes.decode(token_ids)
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def first_control(self, text: str, start: int, among: frozenset[int] | None = None) -> tuple[int, int, int] | None:
@@ -137,6 +144,8 @@ class TokenCodec:
         return self._encode_piece(text, is_start)
 
     def _encode_piece(self, text: str, is_start: bool) -> tuple[int, ...]:
+        if self._words is not None and text.isascii():
+            return self._words.encode(text)
         tokenizer = self._plain_start if is_start else self._plain_rest
         return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -201,6 +210,17 @@ class _Guard:
         return positions
 
 
+def _word_encoder(description: dict[str, Any], plain: Tokenizer) -> WordEncoder | None:
+    """The faster way to the same tokens, for tokenizers that have one."""
+    cutters = word_cutters(description)
+    if cutters is None:
+        return None
+    bare = _tokenizer(bare_description({**description, **_WITHOUT_ADDED}).decode("utf-8"))
+    encoder = WordEncoder(cutters, lambda word: tuple(bare.encode(word, add_special_tokens=False).ids))
+    is_alike = encodes_alike(encoder, lambda text: tuple(plain.encode(text, add_special_tokens=False).ids))
+    return encoder if is_alike else None
+
+
 def _tokenizer(description: str) -> Tokenizer:
     try:
         return Tokenizer.from_str(description)
@@ -223,8 +243,7 @@ def _without_added_tokens(description: dict[str, Any], *, is_start: bool) -> str
 
     A ``Metaspace`` that puts a space before the first word only must not do so in later pieces.
     """
-    changes: dict[str, Any] = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
-    plain = {**description, **changes}
+    plain = {**description, **_WITHOUT_ADDED}
     if not is_start:
         plain["pre_tokenizer"] = _never_first(plain.get("pre_tokenizer"))
     return msgspec.json.encode(plain).decode("utf-8")

@@ -285,6 +285,9 @@ def _fault_of(request: GenerateRequest, result: GenerateResult) -> str | None:
 
 
 def _logprob_fault(values: tuple[float, ...], field: str) -> str | None:
+    # The sum of numbers that are finite and at most 0 is finite, unless it overflows; no other check is as fast.
+    if math.isfinite(sum(values)) and max(values) <= 0.0:
+        return None
     for position, value in enumerate(values):
         if not (math.isfinite(value) and value <= 0.0):
             return f"{field}[{position}] must be finite and at most 0, not {value}"

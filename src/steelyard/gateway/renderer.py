@@ -24,7 +24,7 @@ import msgspec
 from steelyard.errors import InputError
 from steelyard.gateway.codec import TokenCodec
 from steelyard.gateway.reply_reader import ReplyReader
-from steelyard.gateway.template import ChatTemplate
+from steelyard.gateway.template import ChatTemplate, FixedDict
 from steelyard.gateway.template_traits import SHORT_ID_CHARS, call_entry, find_traits, fork
 from steelyard.gateway.tool_calls.base import ToolParser
 from steelyard.gateway.tool_calls.choice import parser_named
@@ -296,13 +296,13 @@ class Renderer:
 
     def _tool(self, tool: ToolSpec) -> dict[str, Any]:
         function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-        return {"type": "function", "function": self._guard_deep(function)}
+        return FixedDict({"type": "function", "function": self._guard_deep(function)})
 
     def _guard_deep(self, value: Any) -> Any:
         if isinstance(value, str):
             return self.codec.guard(value)
         if isinstance(value, dict):
-            return {self.codec.guard(key): self._guard_deep(entry) for key, entry in value.items()}
+            return FixedDict({self.codec.guard(key): self._guard_deep(entry) for key, entry in value.items()})
         if isinstance(value, list | tuple):
             return [self._guard_deep(entry) for entry in value]
         return value

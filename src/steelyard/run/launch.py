@@ -31,6 +31,7 @@ from steelyard.run.blob_place import check_place, with_own_folder
 from steelyard.run.control import RunContext, run_control
 from steelyard.run.directory import RunDirectory, RunLock, existing_directory, new_directory, write_config
 from steelyard.run.evaluation import num_planned
+from steelyard.run.harnesses import check_harness
 from steelyard.run.journals import check_journal, open_journal_reader, require_new_journal
 from steelyard.run.news import News
 from steelyard.run.policy import check_policy, prepare_policy
@@ -48,6 +49,7 @@ def check_environment(config: Config) -> None:
         ConfigError: names the field.
     """
     make_environment(config.environment.kind, config.environment.options, Services(run_function=run_function_calls))
+    check_harness(config)
     check_policy(config)
     check_journal(config)
 

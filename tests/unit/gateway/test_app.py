@@ -159,7 +159,7 @@ def test_each_of_n_choices_is_a_recorded_turn_and_any_of_them_can_be_gone_on_wit
         assert usage.prompt_tokens == len(turns[0].prompt_token_ids)
         assert usage.completion_tokens == sum(len(turn.token_ids) for turn in turns)
         chosen = next(turn for turn in turns if world.gateway.text_of(turn.token_ids[:-1]) == "two")
-        messages = [USER, {"role": "assistant", "content": "two"}, USER]
+        messages: list[Any] = [USER, {"role": "assistant", "content": "two"}, USER]
         await client.chat.completions.create(model="m", messages=messages)
         newest = world.store.open_turns(ATTEMPT)[-1]
         assert sorted(turn.segment_index for turn in turns) == [0, 1, 2]

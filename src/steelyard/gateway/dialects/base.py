@@ -17,6 +17,7 @@ from steelyard.ids import IdSource
 from steelyard.types import ChatRequest, Turn
 
 Job = ChatRequest | TextRequest
+POLICY_NAME = "steelyard-policy"
 
 _UNKNOWN_FIELD = re.compile(r"unknown field `(?P<name>[^`]*)`")
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
@@ -89,9 +90,9 @@ class Tokens(Protocol):
 
 
 class ModelNames(msgspec.Struct, frozen=True, kw_only=True):
-    """``own`` is what lists of models name. ``served`` None: a request may name any model, for there is one policy."""
+    """``own`` always names the policy. ``served`` None: so does any other name, for there is one policy."""
 
-    own: str
+    own: str = POLICY_NAME
     served: tuple[str, ...] | None = None
 
     def listed(self) -> tuple[str, ...]:
