@@ -209,11 +209,36 @@ class InferenceConfig(Section, frozen=True, kw_only=True):
     emulated: EmulatedConfig = EmulatedConfig()
 
 
+class HarnessConfig(Section, frozen=True, kw_only=True):
+    """Who talks to the policy; see docs/agents.md.
+
+    ``chat_loop``: our own loop over the environment's tools. ``command``: a program of yours, started once for each
+    attempt, which is given the policy's address and a key. It runs as an ordinary process, so ``isolation: none`` must
+    be chosen by name; within ``deadline_s`` it must end. ``memory_bytes`` bounds each of its processes.
+    """
+
+    kind: Literal["chat_loop", "command"] = "chat_loop"
+    command: tuple[str, ...] = ()
+    environment: dict[str, str] = msgspec.field(default_factory=dict)
+    isolation: Literal["none"] | None = None
+    deadline_s: float = 300.0
+    memory_bytes: int = 4 << 30
+    max_output_bytes: int = 1 << 20
+    max_file_bytes: int = 64 << 20
+    max_open_files: int = 256
+
+
 class GatewayConfig(Section, frozen=True, kw_only=True):
-    """``port`` 0 takes a free one. Only loopback unless said otherwise."""
+    """``port`` 0 takes a free one. Only loopback unless said otherwise.
+
+    ``models``: the names by which requests may call the policy; null: any, so that an agent needs no change.
+    ``tool_parser``: the form in which the policy writes tool calls; ``auto`` is the one that fits its chat template.
+    """
 
     host: str = "127.0.0.1"
     port: int = 0
+    models: tuple[str, ...] | None = None
+    tool_parser: Literal["auto", "hermes", "mistral", "deepseek", "llama3"] = "auto"
 
 
 class SandboxConfig(Section, frozen=True, kw_only=True):
@@ -229,6 +254,7 @@ class SandboxConfig(Section, frozen=True, kw_only=True):
     max_processes: int = 16
     max_output_bytes: int = 65_536
     max_file_bytes: int = 4 << 20
+    max_open_files: int = 64
     max_disk_bytes: int = 16 << 20
     num_warm: int = 4
     max_alive: int = 128
@@ -362,6 +388,7 @@ class Config(Section, frozen=True, kw_only=True):
     resources: ResourcesConfig = ResourcesConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()
+    harness: HarnessConfig = HarnessConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     admission: AdmissionConfig = AdmissionConfig()
     train: TrainConfig = TrainConfig()

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from urllib.parse import parse_qsl, urlsplit
 
-from steelyard.config import BlobsConfig, Config, EmulatedConfig, JournalConfig, RouterConfig
+from steelyard.config import BlobsConfig, Config, EmulatedConfig, HarnessConfig, JournalConfig, RouterConfig
 from steelyard.errors import ConfigError
 
 _NAME = r"[A-Za-z0-9_-][A-Za-z0-9_.-]*"
@@ -46,6 +46,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _room(config)
     yield from _weights(config)
     yield from _workers(config)
+    yield from _harness(config.harness)
     yield from _blobs(config.blobs)
     yield from _journal(config.journal)
     yield from _vllm(config)
@@ -67,6 +68,8 @@ def _minimums(config: Config) -> Iterator[str]:
         "rollout.max_concurrent": (config.rollout.max_concurrent, 1),
         "rollout.max_attempts": (config.rollout.max_attempts, 1),
         "rollout.temperature": (config.rollout.temperature, 0),
+        "harness.max_open_files": (config.harness.max_open_files, 16),
+        "sandbox.max_open_files": (config.sandbox.max_open_files, 16),
         "algorithm.min_scored": (config.algorithm.min_scored, 2),
         "algorithm.kl_coef": (config.algorithm.kl_coef, 0),
         "algorithm.entropy_coef": (config.algorithm.entropy_coef, 0),
@@ -212,6 +215,22 @@ def _workers(config: Config) -> Iterator[str]:
     ):
         if number == 0 and config.coordinator.port is None:
             yield f"coordinator.port must be set where {name} is 0: somebody elsewhere must do the work, got null"
+
+
+def _harness(harness: HarnessConfig) -> Iterator[str]:
+    if harness.deadline_s <= 0:
+        yield f"harness.deadline_s must be > 0, got {harness.deadline_s}"
+    if harness.kind == "chat_loop":
+        if harness.command:
+            yield "harness.command is only for harness.kind command, got chat_loop"
+        return
+    if not harness.command or not harness.command[0]:
+        yield "harness.command must name a program for harness.kind command, got nothing"
+    if harness.isolation != "none":
+        yield (
+            "harness.isolation must be none for harness.kind command: the program runs as you, with your files and"
+            " your network, and does what the policy says; choose it by name, or start a container as the program"
+        )
 
 
 def _blobs(blobs: BlobsConfig) -> Iterator[str]:

@@ -8,7 +8,20 @@ import sys
 from collections.abc import Callable, Sequence
 
 from steelyard import __version__
-from steelyard.cli import audit, cancel, coordinator, doctor, evaluate, key, scorer, show, sweep, train, worker
+from steelyard.cli import (
+    audit,
+    cancel,
+    check_template,
+    coordinator,
+    doctor,
+    evaluate,
+    key,
+    scorer,
+    show,
+    sweep,
+    train,
+    worker,
+)
 from steelyard.errors import InputError, SteelyardError
 
 EXIT_DONE = 0
@@ -16,6 +29,11 @@ EXIT_CHECK_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_RUN_FAILED = 3
 EXIT_INTERRUPTED = 130
+
+_COMMANDS = (
+    *(train, evaluate, audit, show, doctor, sweep, cancel, check_template),
+    *(coordinator, key, worker, scorer),
+)
 
 _DESCRIPTION = """\
 Train LLM agents that call tools, and prove where every trained token came from.
@@ -74,6 +92,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"steelyard {__version__}")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
-    for module in (train, evaluate, audit, show, doctor, sweep, coordinator, key, cancel, worker, scorer):
+    for module in (
+        train,
+        evaluate,
+        audit,
+        show,
+        doctor,
+        sweep,
+        coordinator,
+        key,
+        cancel,
+        worker,
+        scorer,
+        check_template,
+    ):
         module.add_parser(commands)
     return parser

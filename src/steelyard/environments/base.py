@@ -100,6 +100,15 @@ class Session(Protocol):
         """All results of one message have been shown to the agent."""
         ...
 
+    async def submit(self, sandbox: Any, answer: str) -> None:
+        """A program of the agent's own (``harness.kind: command``) is done: take over what it leaves.
+
+        Args:
+            sandbox: where its files are.
+            answer: what it printed, or wrote as its answer.
+        """
+        ...
+
     def artifact(self) -> bytes:
         """What is graded: msgpack bytes."""
         ...

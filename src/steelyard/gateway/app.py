@@ -1,34 +1,33 @@
-"""The gateway over HTTP: the OpenAI endpoints on loopback, the attempt's capability as API key.
+"""The gateway over HTTP: the endpoints of OpenAI and Anthropic on loopback, the attempt's capability as API key.
 
-*Consumes* requests of agents; *waits for* the engine, with a deadline, and for slow readers, with another;
+*Consumes* requests of agents; *waits for* slow bodies, with a deadline, and for :mod:`steelyard.gateway.streams`;
 *unblocked by* the engine's result or the client's leaving, which cancels the engine's work.
 """
 
-import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 
 import msgspec
 from aiohttp import web
 
 from steelyard.clock import Clock
-from steelyard.errors import DeadlineExceeded, EngineError, InputError, Refused, RunError
 from steelyard.gateway.attempt_protocol import ATTEMPTS_PATH
 from steelyard.gateway.attempts import AttemptEndpoint
 from steelyard.gateway.capability import KeyRing
-from steelyard.gateway.dialects import openai, openai_replies
-from steelyard.gateway.service import Completion, Gateway, Overloaded
+from steelyard.gateway.dialects import anthropic, anthropic_replies, openai, openai_replies
+from steelyard.gateway.dialects.base import Asked, Desk, ErrorForm, ModelNames
+from steelyard.gateway.failures import Failure, FailureKind, as_failure
+from steelyard.gateway.service import Gateway
+from steelyard.gateway.streams import EventStream, complete_all
 from steelyard.ids import IdSource
 from steelyard.metrics import Counters
 from steelyard.processes.http_port import HttpPort, PortOptions, bearer_key, read_body
 
-_LOG = logging.getLogger(__name__)
 _JSON = "application/json"
-_TOO_MANY = 429
+_MODELS = "/v1/models"
+_MESSAGES = "/v1/messages"
 
-Chunks = openai_replies.ChatChunks | openai_replies.TextChunks
 Endpoint = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
-Serve = Callable[[Callable[[str], None] | None], Awaitable[Completion]]
+Read = Callable[[bytes, Desk], Asked]
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,31 +42,12 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_s: float = 5.0
 
 
-class HttpError(Exception):
-    """An answer in the error form of OpenAI."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        kind: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: float | None = None,
-    ) -> None:
-        self.status = status
-        self.body = openai_replies.error_body(message, kind, param, code)
-        self.headers = {} if retry_after_s is None else {"Retry-After": f"{max(1, round(retry_after_s))}"}
-        super().__init__(message)
-
-
 class GatewayServer:
     """Serves a gateway on one port.
 
     Args:
         port: 0 takes a free one, which :meth:`start` returns.
-        model_name: what ``/v1/models`` lists. Requests may name any model; there is one policy.
+        models: what lists of models name, and which models a request may name.
         attempts: serves workers on other machines; None serves none.
     """
 
@@ -81,7 +61,7 @@ class GatewayServer:
         counters: Counters,
         host: str = "127.0.0.1",
         port: int = 0,
-        model_name: str = "steelyard-policy",
+        models: ModelNames | None = None,
         limits: HttpLimits | None = None,
         attempts: AttemptEndpoint | None = None,
     ) -> None:
@@ -90,7 +70,7 @@ class GatewayServer:
         self._ids = ids
         self._clock = clock
         self._counters = counters
-        self._model_name = model_name
+        self._models = models or ModelNames()
         self._limits = limits or HttpLimits()
         options = PortOptions(
             field="gateway.port",
@@ -101,9 +81,11 @@ class GatewayServer:
         )
         self._http = HttpPort(self._answer, options)
         self._endpoints: dict[tuple[str, str], Endpoint] = {
-            ("POST", "/v1/chat/completions"): self._chat,
-            ("POST", "/v1/completions"): self._completion,
-            ("GET", "/v1/models"): self._models,
+            ("POST", "/v1/chat/completions"): self._serving(openai.read_chat),
+            ("POST", "/v1/completions"): self._serving(openai.read_completion),
+            ("POST", _MESSAGES): self._serving(anthropic.read_messages),
+            ("POST", f"{_MESSAGES}/count_tokens"): self._count_tokens,
+            ("GET", _MODELS): self._list_models,
             ("GET", "/health"): self._health,
         }
         if attempts is not None:
@@ -111,7 +93,7 @@ class GatewayServer:
             self._endpoints["POST", ATTEMPTS_PATH] = attempts.call
 
     async def start(self) -> str:
-        """Listen; returns the base URL, which ends in ``/v1``.
+        """Listen; returns the base URL for clients of OpenAI, which ends in ``/v1``.
 
         Raises:
             InputError: the port is in use or may not be bound.
@@ -123,178 +105,109 @@ class GatewayServer:
         await self._http.stop()
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """The endpoint's answer, or its failure in the form of OpenAI."""
+        """The endpoint's answer, or its failure in the caller's dialect."""
         try:
-            return await self._endpoints.get((request.method, request.path), self._unknown)(request)
-        except Exception as error:  # noqa: BLE001 (a server answers every failure; _as_http logs those of ours)
-            failure = self._as_http(error)
-            self._counters.add(f"gateway.http.{failure.status}")
-            return web.Response(
-                body=msgspec.json.encode(failure.body),
-                status=failure.status,
-                content_type=_JSON,
-                headers=failure.headers,
-            )
+            return await self._endpoints.get((request.method, request.path), self._other)(request)
+        except Exception as error:  # noqa: BLE001 (a server answers every failure; as_failure logs those of ours)
+            failure, form = self._failure(error), error_form(request)
+            self._counters.add(f"gateway.http.{form.status(failure)}")
+            return _json(form.body(failure), form.status(failure), failure.headers)
 
-    async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
+    def _serving(self, read: Read) -> Endpoint:
+        """An endpoint that asks the policy."""
+
+        async def serve(request: web.BaseRequest) -> web.StreamResponse:
+            attempt_id = self._attempt(request)
+            asked = read(await self._body(request), self._desk())
+            most = self._gateway.limits.max_open_calls_per_attempt
+            if len(asked.jobs) > most:
+                message = f"at most {most} replies can be asked for at a time, not {len(asked.jobs)}"
+                raise Failure(FailureKind.BAD_REQUEST, message, param="n")
+            if asked.stream:
+                return await self._stream(request, attempt_id, asked)
+            completions = await complete_all(self._gateway, attempt_id, asked.jobs)
+            return web.Response(body=asked.replies.whole(completions), content_type=_JSON)
+
+        return serve
+
+    async def _stream(self, request: web.BaseRequest, attempt_id: str, asked: Asked) -> web.StreamResponse:
+        stream = EventStream(
+            request,
+            fail=self._failure,
+            on_reader_gone=lambda: self._counters.add("gateway.http.reader_gone"),
+            error_event=error_form(request).event,
+            write_deadline_s=self._limits.write_deadline_s,
+            shutdown_s=self._limits.shutdown_s,
+        )
+        return await stream.send(self._gateway, attempt_id, asked)
+
+    async def _count_tokens(self, request: web.BaseRequest) -> web.StreamResponse:
         attempt_id = self._attempt(request)
-        body = openai.read_chat(await self._body(request))
-        asked = openai.chat_request(body)
-        wanted = self._wanted(body, logprobs=bool(body.logprobs))
-        if body.stream:
-            chunks = openai_replies.ChatChunks(self._ids.new("req"), wanted)
-            return await self._stream(
-                request, chunks, lambda on_text: self._gateway.complete_chat(attempt_id, asked, on_text)
-            )
-        completion = await self._gateway.complete_chat(attempt_id, asked)
-        _require_room(completion)
-        return _json(openai_replies.chat_reply(completion, wanted, self._shown(completion), self._gateway.text_of))
+        asked = anthropic.read_count(await self._body(request), self._desk())
+        return _json({"input_tokens": self._gateway.count_prompt(attempt_id, asked)})
 
-    async def _completion(self, request: web.BaseRequest) -> web.StreamResponse:
-        attempt_id = self._attempt(request)
-        body = openai.read_completion(await self._body(request))
-        prompt, stop = openai.single_prompt(body), openai.stops(body)
-        wanted = self._wanted(body, logprobs=body.logprobs is not None)
-
-        async def serve(on_text: Callable[[str], None] | None) -> Completion:
-            return await self._gateway.complete_prompt(
-                attempt_id, prompt, max_tokens=body.max_tokens, stop=stop, seed=body.seed, on_text=on_text
-            )
-
-        if body.stream:
-            return await self._stream(request, openai_replies.TextChunks(self._ids.new("req"), wanted), serve)
-        completion = await serve(None)
-        _require_room(completion)
-        return _json(openai_replies.text_reply(completion, wanted, self._shown(completion), self._gateway.text_of))
-
-    async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _list_models(self, request: web.BaseRequest) -> web.StreamResponse:
         self._attempt(request)
-        model = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "steelyard"}
-        return _json(msgspec.json.encode({"object": "list", "data": [model]}))
+        return _json(_model_form(request).model_list(self._models.listed()))
+
+    async def _other(self, request: web.BaseRequest) -> web.StreamResponse:
+        """One model by its name; whatever else is asked for is not here."""
+        name = request.path.removeprefix(f"{_MODELS}/")
+        if request.method == "GET" and name != request.path:
+            self._attempt(request)
+            self._models.check(name)
+            return _json(_model_form(request).model(name))
+        known = {path for _, path in self._endpoints}
+        hint = ""
+        if f"/v1{request.path}" in known:
+            hint = ". Did you leave /v1 out of the base URL?"
+        elif request.path.removeprefix("/v1") in known:
+            hint = ". Does the base URL end in /v1 where the client adds it?"
+        message = f"Unknown request URL: {request.method} {request.path}{hint}"
+        raise Failure(FailureKind.NOT_FOUND, message, code="unknown_url")
 
     async def _health(self, _: web.BaseRequest) -> web.StreamResponse:
-        return _json(b'{"status":"ok"}')
-
-    async def _unknown(self, request: web.BaseRequest) -> web.StreamResponse:
-        message = f"Unknown request URL: {request.method} {request.path}"
-        raise HttpError(404, message, "invalid_request_error", code="unknown_url")
-
-    async def _stream(self, request: web.BaseRequest, chunks: Chunks, serve: Serve) -> web.StreamResponse:
-        """Send pieces while they are sampled; the end mark goes out only once the turn is recorded.
-
-        The status goes out with the first piece, so that a request that fails at once is answered as one.
-        """
-        pieces: asyncio.Queue[str | None] = asyncio.Queue()
-        work = asyncio.ensure_future(serve(pieces.put_nowait))
-        work.add_done_callback(lambda _: pieces.put_nowait(None))
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        try:
-            while (piece := await pieces.get()) is not None:
-                if not response.prepared:
-                    await response.prepare(request)
-                    await self._write(response, chunks.start())
-                await self._write(response, chunks.text(piece))
-            await self._end_stream(request, response, chunks, work)
-        except (ConnectionError, TimeoutError):
-            self._counters.add("gateway.http.reader_gone")
-        finally:
-            work.cancel()
-            await asyncio.wait([work], timeout=self._limits.shutdown_s)
-        return response
-
-    async def _end_stream(
-        self, request: web.BaseRequest, response: web.StreamResponse, chunks: Chunks, work: asyncio.Future[Completion]
-    ) -> None:
-        try:
-            completion = work.result()
-            _require_room(completion)
-        except Exception as error:
-            if not response.prepared:
-                raise
-            await self._write(response, openai_replies.event(self._as_http(error).body))
-        else:
-            if not response.prepared:
-                await response.prepare(request)
-                await self._write(response, chunks.start())
-            await self._write(response, chunks.end(completion, self._shown(completion), self._gateway.text_of))
-        await response.write_eof()
-
-    async def _write(self, response: web.StreamResponse, data: bytes) -> None:
-        if data:
-            async with asyncio.timeout(self._limits.write_deadline_s):
-                await response.write(data)
+        return _json({"status": "ok"})
 
     async def _body(self, request: web.BaseRequest) -> bytes:
         try:
             return await read_body(request, self._limits.read_deadline_s)
         except TimeoutError:
             message = f"The request body must arrive within {self._limits.read_deadline_s:.0f} s."
-            raise HttpError(408, message, "invalid_request_error") from None
+            raise Failure(FailureKind.SLOW_BODY, message) from None
 
     def _attempt(self, request: web.BaseRequest) -> str:
         """The attempt whose key the request carries."""
-        key = bearer_key(request)
+        key = request.headers.get("x-api-key") or bearer_key(request)
         if key is None:
-            message = "You didn't provide an API key: send the attempt's key as 'Authorization: Bearer KEY'."
-            raise HttpError(401, message, "invalid_request_error")
+            how = "send the attempt's key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            message = f"You didn't provide an API key: {how}."
+            raise Failure(FailureKind.BAD_KEY, message)
         return self._keys.verify(key, self._clock.now_s())
 
-    def _wanted(self, body: openai.ChatBody | openai.CompletionBody, *, logprobs: bool) -> openai_replies.Wanted:
-        options = body.stream_options
-        return openai_replies.Wanted(
-            model=body.model,
-            created_s=int(self._clock.now_s()),
-            logprobs=logprobs,
-            usage=options is not None and bool(options.include_usage),
+    def _desk(self) -> Desk:
+        return Desk(
+            tokens=self._gateway,
+            models=self._models,
+            ids=self._ids,
+            now_s=self._clock.now_s(),
         )
 
-    def _shown(self, completion: Completion) -> tuple[int, ...]:
-        token_ids = () if completion.turn is None else completion.turn.token_ids
-        return token_ids[:-1] if token_ids and self._gateway.is_stop(token_ids[-1]) else token_ids
-
-    def _as_http(self, error: Exception) -> HttpError:
-        """The status and error object for each kind of failure."""
-        match error:
-            case HttpError():
-                return error
-            case openai.BadRequest():
-                return HttpError(400, str(error), "invalid_request_error", param=error.param, code=error.code)
-            case web.HTTPRequestEntityTooLarge():
-                message = f"The request body must be at most {self._limits.max_body_bytes} bytes."
-                return HttpError(413, message, "invalid_request_error", code="request_too_large")
-            case InputError():
-                return HttpError(400, str(error), "invalid_request_error")
-            case Refused():
-                return HttpError(401, str(error), "invalid_request_error", code="invalid_api_key")
-            case Overloaded(is_attempts_fault=True):
-                return _try_later(429, error, "rate_limit_exceeded", error.retry_after_s)
-            case Overloaded():
-                return _try_later(503, error, "overloaded", error.retry_after_s)
-            case DeadlineExceeded():
-                _LOG.warning("request failed: %s", error)
-                return _try_later(503, error, "deadline_exceeded", 1.0)
-            case RunError():
-                _LOG.warning("request failed: %s", error)
-                return _try_later(503, error, "unavailable", 1.0)
-            case EngineError():
-                _LOG.warning("request failed: %s", error)
-                return HttpError(502, str(error), "server_error", code="engine_error")
-            case _:
-                _LOG.error("request failed", exc_info=error)
-                return HttpError(500, "The gateway failed.", "server_error")
+    def _failure(self, error: Exception) -> Failure:
+        failure = as_failure(error, self._limits.max_body_bytes)
+        self._counters.add(f"gateway.refused.{failure.kind}")
+        return failure
 
 
-def _require_room(completion: Completion) -> None:
-    if completion.reply.context_full:
-        num_tokens = completion.reply.num_prompt_tokens
-        message = f"This model's maximum context length leaves no room: your messages resulted in {num_tokens} tokens."
-        raise HttpError(400, message, "invalid_request_error", param="messages", code="context_length_exceeded")
+def error_form(request: web.BaseRequest) -> ErrorForm:
+    """How the caller expects to be told of a failure."""
+    is_anthropic = request.path.startswith(_MESSAGES) or "anthropic-version" in request.headers
+    return anthropic_replies.ERRORS if is_anthropic else openai_replies.ERRORS
 
 
-def _try_later(status: int, error: Exception, code: str, retry_after_s: float) -> HttpError:
-    kind = "rate_limit_error" if status == _TOO_MANY else "server_error"
-    return HttpError(status, str(error), kind, code=code, retry_after_s=retry_after_s)
+def _model_form(request: web.BaseRequest) -> "type[anthropic_replies.Models] | type[openai_replies.Models]":
+    return anthropic_replies.Models if "anthropic-version" in request.headers else openai_replies.Models
 
 
-def _json(body: bytes, status: int = 200) -> web.Response:
-    return web.Response(body=body, status=status, content_type=_JSON)
+def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type=_JSON, headers=headers)

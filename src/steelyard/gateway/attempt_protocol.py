@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta
 
-from steelyard.types import EndReason, Record, SealedTrace, ToolRecord
+from steelyard.types import AttemptStanding, EndReason, Record, SealedTrace, ToolRecord
 
 PROTOCOL_VERSION = 1
 VERSION_HEADER = "Steelyard-Protocol"
@@ -38,7 +38,13 @@ class DiscardAttempt(Record, frozen=True, kw_only=True, tag_field="call", tag="d
     attempt_id: Id
 
 
-AttemptCall: TypeAlias = OpenAttempt | SealAttempt | DiscardAttempt
+class AskStanding(Record, frozen=True, kw_only=True, tag_field="call", tag="standing"):
+    """How far the attempt's model calls have come."""
+
+    attempt_id: Id
+
+
+AttemptCall: TypeAlias = OpenAttempt | SealAttempt | DiscardAttempt | AskStanding
 
 
 class Known(Record, frozen=True, kw_only=True, tag_field="result", tag="known"):
@@ -48,7 +54,7 @@ class Known(Record, frozen=True, kw_only=True, tag_field="result", tag="known"):
 
 
 class Opened(Record, frozen=True, kw_only=True, tag_field="result", tag="opened"):
-    """``api_key`` is for the OpenAI endpoints, until ``expires_at_s`` (Unix epoch) or the attempt's end."""
+    """``api_key`` is for model calls, until ``expires_at_s`` (Unix epoch) or the attempt's end."""
 
     api_key: str
     expires_at_s: float
@@ -66,4 +72,10 @@ class Discarded(Record, frozen=True, kw_only=True, tag_field="result", tag="disc
     num_tokens: int
 
 
-AttemptResult: TypeAlias = Known | Opened | Sealed | Discarded
+class Stands(Record, frozen=True, kw_only=True, tag_field="result", tag="stands"):
+    """What the gateway saw of the attempt's calls so far."""
+
+    standing: AttemptStanding
+
+
+AttemptResult: TypeAlias = Known | Opened | Sealed | Discarded | Stands

@@ -21,7 +21,7 @@ from steelyard.gateway.capability import AttemptDirectory, KeyRing
 from steelyard.metrics import Counters
 from steelyard.processes.http_failures import HttpError, as_http, body_of, failure_response
 from steelyard.processes.http_port import bearer_key
-from steelyard.types import EndReason, Record, SealedTrace, ToolRecord
+from steelyard.types import AttemptStanding, EndReason, Record, SealedTrace, ToolRecord
 
 _LOG = logging.getLogger(__name__)
 _DECODER: msgspec.msgpack.Decoder[p.AttemptCall] = msgspec.msgpack.Decoder(p.AttemptCall)
@@ -52,7 +52,11 @@ class HeldAttempts(AttemptDirectory, Protocol):
 
 
 class TraceKeeper(Protocol):
-    """Ends recordings."""
+    """Knows recordings, and ends them."""
+
+    def standing(self, attempt_id: str) -> AttemptStanding:
+        """How far the calls of an open attempt have come."""
+        ...
 
     async def seal(self, attempt_id: str, end_reason: EndReason, tools: tuple[ToolRecord, ...]) -> SealedTrace:
         """Make the trace whole and durable; the same again for the same ending."""
@@ -138,6 +142,8 @@ class AttemptEndpoint:
                 return self._open(attempt_id)
             case p.SealAttempt():
                 return p.Sealed(trace=await self._traces.seal(call.attempt_id, call.end_reason, call.tools))
+            case p.AskStanding(attempt_id=attempt_id):
+                return p.Stands(standing=self._traces.standing(attempt_id))
             case p.DiscardAttempt():
                 return p.Discarded(num_tokens=await self._traces.discard(call.attempt_id))
 

@@ -19,9 +19,11 @@ import msgspec
 from steelyard.clock import Clock
 from steelyard.errors import DeadlineExceeded, EngineError, InputError, Refused, RemoteFailed, SteelyardError
 from steelyard.gateway import attempt_protocol as p
+from steelyard.gateway.dialects.base import POLICY_NAME
 from steelyard.metrics import Counters
 from steelyard.processes.http_requests import HttpRequests, RetrySettings, Sleep
 from steelyard.types import (
+    AttemptStanding,
     ChatReply,
     ChatRequest,
     EndReason,
@@ -176,6 +178,19 @@ class GatewayClient:
         except TimeoutError:
             raise DeadlineExceeded("a model call", (self._url,), limit_s) from None
 
+    async def access(self, attempt_id: str) -> tuple[str, str]:
+        """Where an agent program calls the policy for a live attempt: this gateway's address without ``/v1``, a key.
+
+        Raises:
+            Refused: the attempt is not alive.
+            DeadlineExceeded, RemoteFailed: nobody can say.
+        """
+        return self._url, await self._api_key(attempt_id)
+
+    async def standing(self, attempt_id: str) -> AttemptStanding:
+        """How far the model calls of a live attempt have come. Raises as :meth:`access`."""
+        return (await self._call(p.Stands, p.AskStanding(attempt_id=attempt_id))).standing
+
     async def seal(self, attempt_id: str, end_reason: EndReason, tools: tuple[ToolRecord, ...]) -> SealedTrace:
         """Close the trace; it is durable when this returns.
 
@@ -243,9 +258,14 @@ class GatewayClient:
 
 
 def _chat_body(request: ChatRequest) -> dict[str, Any]:
-    body: dict[str, Any] = {"model": "steelyard-policy", "messages": [_message(one) for one in request.messages]}
+    body: dict[str, Any] = {"model": POLICY_NAME, "messages": [_message(one) for one in request.messages]}
     if request.tools:
         body["tools"] = [_tool(spec) for spec in request.tools]
+    if request.must_call is not None:
+        tool = request.must_call.tool
+        body["tool_choice"] = "required" if tool is None else {"type": "function", "function": {"name": tool}}
+    if request.single_call:
+        body["parallel_tool_calls"] = False
     if request.max_tokens is not None:
         body["max_completion_tokens"] = request.max_tokens
     if request.stop:

@@ -11,12 +11,12 @@ from steelyard.clock import Clock
 from steelyard.errors import DeadlineExceeded, EngineError, SteelyardError
 from steelyard.gateway.codec import TokenCodec
 from steelyard.gateway.recorder import check_result
-from steelyard.gateway.reply_text import ReplyStream, find_stop
+from steelyard.gateway.reply_text import Cut, Pieces, ReplyStream, find_stop
 from steelyard.types import FinishReason, GenerateRequest, GenerateResult, TokenChunk
 
 _LOG = logging.getLogger(__name__)
 
-OnText = Callable[[str], None]
+OnPieces = Callable[[Pieces], None]
 
 
 class Generator(Protocol):
@@ -52,13 +52,13 @@ class EngineCaller:
         self._abort_deadline_s = abort_deadline_s
 
     async def call(
-        self, request: GenerateRequest, stream: ReplyStream | None = None, on_text: OnText | None = None
+        self, request: GenerateRequest, stream: ReplyStream | None = None, on_pieces: OnPieces | None = None
     ) -> GenerateResult:
         """Wait for the engine's answer, but not for ever. A cancelled caller ends the engine's work.
 
         Args:
             stream: gets the tokens of a streaming request; where it meets a stop string the request is ended.
-            on_text: gets the text that may be shown already.
+            on_pieces: gets what may be shown already.
 
         Raises:
             DeadlineExceeded: the engine did not answer at all.
@@ -68,17 +68,19 @@ class EngineCaller:
             async with asyncio.timeout(wait_s):
                 if stream is None:
                     return await self._generator.generate(request)
-                return await self._stream(request, stream, on_text)
+                return await self._stream(request, stream, on_pieces)
         except TimeoutError:
             raise DeadlineExceeded(f"the answer to {request.request_id}", (f"engine {self.name}",), wait_s) from None
 
-    async def _stream(self, request: GenerateRequest, stream: ReplyStream, on_text: OnText | None) -> GenerateResult:
+    async def _stream(
+        self, request: GenerateRequest, stream: ReplyStream, on_pieces: OnPieces | None
+    ) -> GenerateResult:
         stopped = asyncio.Event()
 
         def on_tokens(chunk: TokenChunk) -> None:
-            delta = stream.push([token for token in chunk.token_ids if token not in request.stop_token_ids])
-            if delta and on_text is not None:
-                on_text(delta)
+            pieces = stream.push([token for token in chunk.token_ids if token not in request.stop_token_ids])
+            if on_pieces is not None and (pieces.content or pieces.reasoning):
+                on_pieces(pieces)
             if stream.is_stopped:
                 stopped.set()
 
@@ -126,8 +128,8 @@ def shown_tokens(request: GenerateRequest, result: GenerateResult) -> tuple[int,
 
 def cut_at_stop(
     codec: TokenCodec, request: GenerateRequest, result: GenerateResult, stops: tuple[str, ...]
-) -> tuple[GenerateResult, str] | None:
-    """The answer up to its first stop string, as if the engine had stopped there, and the text before the string.
+) -> tuple[GenerateResult, Cut] | None:
+    """The answer up to its first stop string, as if the engine had stopped there, and where that was.
 
     None where there is no stop string. The tokens of the string stay: they were sampled.
     """
@@ -142,4 +144,4 @@ def cut_at_stop(
         version_spans=tuple(span for span in result.version_spans if span.start < cut.num_tokens),
         finish_reason=FinishReason.STOP,
     )
-    return shorter, cut.text
+    return shorter, cut

@@ -6,8 +6,11 @@ one's, older turns are lengths into them. Memory grows with the conversation, no
 
 from typing import Literal
 
+import msgspec
+
 from steelyard.gateway.renderer import PreviousTurn, Prompt
-from steelyard.types import Message
+from steelyard.gateway.tool_calls.choice import same_calls
+from steelyard.types import Message, ToolCall
 
 Kind = Literal["chat", "text"]
 
@@ -15,7 +18,7 @@ Kind = Literal["chat", "text"]
 class RecordedTurn:
     """A recorded turn, as lengths into its segment.
 
-    ``reply_text`` is the text that we returned for it. ``closed_text`` is the renderer's, where it was made ahead.
+    ``reply_text`` is the text that we returned for it.
     """
 
     def __init__(
@@ -28,7 +31,6 @@ class RecordedTurn:
         self.num_messages = len(prompt.messages)
         self.num_chars = len(prompt.text)
         self.num_prompt_tokens = len(prompt.token_ids)
-        self.closed_text: str | None = None
 
     @property
     def reply_text(self) -> str:
@@ -68,6 +70,25 @@ class History:
     def __init__(self) -> None:
         self.segments: list[Segment] = []
         self.num_turns = 0
+        self._calls: dict[str, ToolCall] = {}
+
+    def restored(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """``messages`` with our tool calls as they were sampled.
+
+        Clients parse arguments and write them again, with other white space or another order of keys. A call that
+        has an id of ours, the same name and equal arguments is the one that we returned.
+        """
+        if not self._calls:
+            return messages
+        return tuple(self._restored(message) if message.tool_calls else message for message in messages)
+
+    def _restored(self, message: Message) -> Message:
+        calls = tuple(self._own_call(call) for call in message.tool_calls)
+        return message if calls == message.tool_calls else msgspec.structs.replace(message, tool_calls=calls)
+
+    def _own_call(self, call: ToolCall) -> ToolCall:
+        ours = self._calls.get(call.id)
+        return call if ours is None or ours == call or not same_calls([ours], [call]) else ours
 
     def find_chat(self, messages: tuple[Message, ...]) -> RecordedTurn | None:
         """The turn with the longest equal message prefix: its messages and the reply as we returned it."""
@@ -111,11 +132,10 @@ class History:
         if segment is None:
             segment = Segment(len(self.segments), kind, prompt)
             self.segments.append(segment)
-        elif segment.turns:
-            segment.turns[-1].closed_text = None  # kept for the newest turn only
         segment.newest_prompt = prompt
         turn = RecordedTurn(segment, self.num_turns, prompt, token_ids, reply)
         segment.turns.append(turn)
+        self._calls.update((call.id, call) for call in reply.tool_calls)
         self.num_turns += 1
         return turn
 
@@ -124,13 +144,24 @@ def _longest_chat(segment: Segment, messages: tuple[Message, ...]) -> RecordedTu
     known = segment.newest_prompt.messages
     num_equal = 0
     for ours, theirs in zip(known, messages, strict=False):
-        if ours != theirs:
+        if not _is_returned(ours, theirs):
             break
         num_equal += 1
     for turn in reversed(segment.turns):
-        if turn.num_messages <= num_equal and messages[turn.num_messages : turn.num_messages + 1] == (turn.reply,):
+        is_within = turn.num_messages <= num_equal and turn.num_messages < len(messages)
+        if is_within and _is_returned(turn.reply, messages[turn.num_messages]):
             return turn
     return None
+
+
+def _is_returned(ours: Message, theirs: Message) -> bool:
+    """Whether a message came back as it was. Its reasoning may be missing: most dialects have no place for it."""
+    if ours == theirs:
+        return True
+    if ours.reasoning is None or theirs.reasoning not in (None, ours.reasoning):
+        return False
+    content = theirs.content if ours.content is not None else theirs.content or None
+    return ours == msgspec.structs.replace(theirs, reasoning=ours.reasoning, content=content)
 
 
 def _starts_with(token_ids: tuple[int, ...], prefix: tuple[int, ...]) -> bool:

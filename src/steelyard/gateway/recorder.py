@@ -17,6 +17,7 @@ from steelyard.gateway.history import History, Kind, RecordedTurn
 from steelyard.gateway.renderer import Prompt
 from steelyard.metrics import Counters
 from steelyard.types import (
+    AttemptStanding,
     EndReason,
     FinishReason,
     GenerateRequest,
@@ -64,6 +65,8 @@ class AttemptLog:
         self.num_open_calls = 0
         self.num_tokens = 0
         self.is_closed = False
+        self.limit: EndReason | None = None
+        self.failure: str | None = None
 
 
 class Recorder:
@@ -90,6 +93,13 @@ class Recorder:
             raise Refused("late", f"attempt {attempt_id} has ended; its trace takes no more turns")
         log = self._logs[attempt_id] = AttemptLog(attempt_id, policy_version)
         return log
+
+    def standing(self, attempt_id: str) -> AttemptStanding:
+        """How far the calls of an open attempt have come; an attempt without calls stands at the beginning."""
+        log = self._logs.get(attempt_id)
+        if log is None:
+            return AttemptStanding()
+        return AttemptStanding(num_turns=log.history.num_turns, limit=log.limit, failure=log.failure)
 
     def record(
         self,
@@ -275,6 +285,9 @@ def _fault_of(request: GenerateRequest, result: GenerateResult) -> str | None:
 
 
 def _logprob_fault(values: tuple[float, ...], field: str) -> str | None:
+    # The sum of numbers that are finite and at most 0 is finite, unless it overflows; no other check is as fast.
+    if math.isfinite(sum(values)) and max(values) <= 0.0:
+        return None
     for position, value in enumerate(values):
         if not (math.isfinite(value) and value <= 0.0):
             return f"{field}[{position}] must be finite and at most 0, not {value}"

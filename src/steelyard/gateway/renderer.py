@@ -7,23 +7,30 @@
 
 The last part is cut from the template's own text, so it holds the newline after the end-of-turn token and
 whatever else the template puts there. The sampled part is never rendered again. That this is allowed is
-checked each turn on texts: with B the text of the previous prompt without its generation prompt, P the
-template's text up to and including our message, F its text of all messages, P must start with B and F with
-P. Where a template rewrites history (drops old reasoning, moves the tools), it does not, and a new segment
-starts from F encoded afresh.
+checked each turn on texts: with T the template's text of the previous prompt and F its text of all messages, F must
+start with T, go on with our message in the words that were sampled (white space at the edges and the form of a
+call's JSON may differ: the sampled form is the one that is kept), and end it with a token that ends generation.
+Where a template rewrites history (drops old reasoning, moves the tools), it does not, and a new segment starts from
+F encoded afresh.
 """
 
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from steelyard.errors import InputError
 from steelyard.gateway.codec import TokenCodec
-from steelyard.gateway.template import ChatTemplate
+from steelyard.gateway.reply_reader import ReplyReader
+from steelyard.gateway.template import ChatTemplate, FixedDict
+from steelyard.gateway.template_traits import SHORT_ID_CHARS, call_entry, find_traits, fork
+from steelyard.gateway.tool_calls.base import ToolParser
+from steelyard.gateway.tool_calls.choice import parser_named
 from steelyard.types import Message, Record, ToolSpec
+
+BreakReason = Literal["history_changed", "prompt_changed", "reasoning_dropped", "reply_changed", "no_end_of_turn"]
 
 _PROBE = "PROBE"
 _CACHED_MESSAGES = 4096
@@ -34,8 +41,8 @@ _MAX_KNOWN_TOOLS = 16
 class Prompt(Record, frozen=True, kw_only=True):
     """A prompt as tokens, and what it was made from.
 
-    ``text``: what the template says for ``messages``, without the generation prompt and with guarded content;
-    for a prompt that the caller rendered, that text itself.
+    ``text``: what the template says for ``messages``, with guarded content; for a prompt that the caller rendered,
+    that text itself.
     """
 
     token_ids: tuple[int, ...]
@@ -56,12 +63,13 @@ class Extension(Record, frozen=True, kw_only=True):
     """The next prompt. ``break_reason`` is None where it extends the previous turn's tokens.
 
     Otherwise it says why a new segment starts: ``history_changed`` (the template wrote earlier messages
-    another way), ``reply_changed`` (it wrote our message another way once others followed),
-    ``no_end_of_turn`` (it did not end our message with a control token that ends generation).
+    another way), ``prompt_changed`` (it began our message in another way than it had asked for it),
+    ``reasoning_dropped``, ``reply_changed`` (it wrote our message in other words), ``no_end_of_turn`` (it did not end
+    our message with a control token that ends generation).
     """
 
     prompt: Prompt
-    break_reason: str | None = None
+    break_reason: BreakReason | None = None
 
 
 class Renderer:
@@ -69,12 +77,19 @@ class Renderer:
 
     Args:
         stop_token_ids: more tokens that end generation, beside the end-of-turn token and ``eos_token``.
+        tool_parser: name of the parser of sampled calls; by default the one that fits the template.
 
     Raises:
-        InputError: the template does not end an assistant message with a control token.
+        InputError: the template does not end an assistant message with a control token, or no parser has that name.
     """
 
-    def __init__(self, codec: TokenCodec, template: ChatTemplate, stop_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        codec: TokenCodec,
+        template: ChatTemplate,
+        stop_token_ids: Sequence[int] = (),
+        tool_parser: str | None = None,
+    ) -> None:
         self.codec = codec
         self._short_message = functools.lru_cache(_CACHED_MESSAGES)(self._message)
         self._known_tools: list[tuple[tuple[ToolSpec, ...], list[dict[str, Any]]]] = []
@@ -84,10 +99,18 @@ class Renderer:
         found = {self.end_of_turn_id, *stop_token_ids, *([] if eos_id is None else [eos_id])}
         self.stop_token_ids = tuple(sorted(found))
         self._stop_set = frozenset(found)
-        self._generation_prompt = self._find_generation_prompt()
+        stop_texts = [token.text for token in codec.control_tokens if token.token_id in found]
+        control_texts = [token.text for token in codec.control_tokens]
+        traits = self.traits = find_traits(template, control_texts, stop_texts)
+        parser = parser_named(tool_parser or traits.parser)
+        max_calls = None if traits.takes_parallel_calls else 1
+        self.reader = ReplyReader(parser, traits.marks, max_calls)
+        written = traits.written_parser if traits.writes_calls else parser.name
+        self._written = ReplyReader(None if written is None else parser_named(written), traits.marks)
+        self._guard_reply = codec.guard_except(self._reply_marks(parser))
 
     @classmethod
-    def load(cls, directory: Path) -> "Renderer":
+    def load(cls, directory: Path, tool_parser: str | None = None) -> "Renderer":
         """Read tokenizer, template and ``generation_config.json`` (its ``eos_token_id``) of a model directory.
 
         Raises:
@@ -97,7 +120,13 @@ class Renderer:
         settings = msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.exists() else {}
         eos = settings.get("eos_token_id")
         stop_token_ids = [eos] if isinstance(eos, int) else list(eos or ())
-        return cls(TokenCodec.load(directory), ChatTemplate.load(directory), stop_token_ids)
+        return cls(TokenCodec.load(directory), ChatTemplate.load(directory), stop_token_ids, tool_parser)
+
+    def call_id(self, made: str) -> str:
+        """An id for a sampled call, from one that is unique, in a form that the template takes."""
+        if not self.traits.form.has_short_ids:
+            return made
+        return made[-SHORT_ID_CHARS:]
 
     def first_prompt(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> Prompt:
         """The prompt of a conversation of which nothing was recorded.
@@ -105,60 +134,65 @@ class Renderer:
         Raises:
             InputError: the template refuses the messages.
         """
-        return self._encoded(self._render(messages, tools, add_generation_prompt=True), messages, tools)
+        return self._encoded(self._render(messages, tools), messages, tools)
 
-    def closed_text(self, previous: PreviousTurn) -> str:
-        """What the template says up to and including our reply: text P above, made ahead of the next request.
+    def text_of(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> str:
+        """What the template says for ``messages``, without asking for more.
 
         Raises:
             InputError: the template refuses the messages.
         """
-        prompt = previous.prompt
-        return self._render((*prompt.messages, previous.reply), prompt.tools, add_generation_prompt=False)
+        return self.codec.restore(self._render(messages, tools, add_generation_prompt=False))
 
-    def extend(
-        self,
-        previous: PreviousTurn,
-        messages: tuple[Message, ...],
-        tools: tuple[ToolSpec, ...],
-        closed_text: str | None = None,
-    ) -> Extension:
-        """The prompt for ``messages``, which begin with those of ``previous`` and its reply.
+    def extend(self, previous: PreviousTurn, added: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> Extension:
+        """The prompt for the messages of ``previous``, its reply, and the ``added`` ones after it.
 
         The returned prompt shares the message records of ``previous``.
 
-        Args:
-            closed_text: that of ``previous``, where it was made ahead.
-
         Raises:
-            InputError: the template refuses the messages, or they do not begin so.
+            InputError: the template refuses the messages.
         """
-        num_known = len(previous.prompt.messages) + 1
-        if messages[:num_known] != (*previous.prompt.messages, previous.reply):
-            raise InputError("messages must begin with those of the previous turn and its reply")
-        messages = (*previous.prompt.messages, previous.reply, *messages[num_known:])
-        prefix = closed_text
-        if prefix is None or tools != previous.prompt.tools:
-            prefix = self._render(messages[:num_known], tools, add_generation_prompt=False)
-        full = self._render(messages, tools, add_generation_prompt=True)
-        before = previous.prompt.text
-        end = None
-        if not prefix.startswith(before):
-            reason = "history_changed"
-        elif not full.startswith(prefix):
-            reason = "reply_changed"
-        else:
-            end = self.codec.last_control(prefix, len(before), self._stop_set)
-            reason = "no_end_of_turn"
+        messages = (*previous.prompt.messages, previous.reply, *added)
+        full = self._render(messages, tools)
+        known = previous.prompt.text
+        if not full.startswith(known):
+            return self._broken(full, messages, tools, self._why_rewritten(previous, full))
+        end = self.codec.first_control(full, len(known), self._stop_set)
         if end is None:
-            return Extension(prompt=self._encoded(full, messages, tools), break_reason=reason)
-        end_token_id, end_position = end
+            return self._broken(full, messages, tools, "no_end_of_turn")
+        end_token_id, start, end_position = end
+        written = self.codec.restore(full[len(known) : start])
+        if not self._written.says(written, previous.reply, is_open=self.reader.is_open(known)):
+            return self._broken(full, messages, tools, self._why_changed(previous.reply, written))
         sampled = previous.token_ids
         closing = () if sampled and sampled[-1] in self._stop_set else (end_token_id,)
         rest = self.codec.encode(full[end_position:], is_start=False)
         token_ids = (*previous.prompt.token_ids, *sampled, *closing, *rest)
-        text = full.removesuffix(self._generation_prompt)
-        return Extension(prompt=Prompt(token_ids=token_ids, text=text, messages=messages, tools=tools))
+        return Extension(prompt=Prompt(token_ids=token_ids, text=full, messages=messages, tools=tools))
+
+    def opened(self, prompt: Prompt, tool: str | None) -> tuple[Prompt, str]:
+        """The prompt with the beginning of a reply that calls ``tool`` (None: any), and the text of that beginning.
+
+        It is ours and not sampled. Reasoning that the prompt has begun is ended before it.
+        """
+        parser, marks = self.reader.parser, self.reader.marks
+        opening = "" if parser is None else parser.forced_opening(None if tool is None else self.codec.guard(tool))
+        if marks is not None and self.reader.is_open(prompt.text):
+            opening = f"\n{marks.closing}\n\n{opening}"
+        token_ids = (*prompt.token_ids, *self.codec.encode(opening, is_start=False))
+        return msgspec.structs.replace(prompt, token_ids=token_ids), self.codec.restore(opening)
+
+    def written_reply(self, prompt: Prompt, reply: Message) -> str:
+        """What the template writes for a reply to ``prompt``; "" where it writes history in another way.
+
+        Raises:
+            InputError: the template refuses the messages.
+        """
+        results = tuple(Message(role="tool", content="x", tool_call_id=call.id) for call in reply.tool_calls)
+        full = self._render((*prompt.messages, reply, *results), prompt.tools)
+        start = fork(prompt.text, full, [token.text for token in self.codec.control_tokens])
+        end = self.codec.first_control(full, start, self._stop_set)
+        return "" if end is None else self.codec.restore(full[start : end[1]])
 
     def text_prompt(self, text: str) -> Prompt:
         """A prompt that the caller rendered; control strings in it are control tokens."""
@@ -178,16 +212,41 @@ class Renderer:
         token_ids = (*previous.prompt.token_ids, *previous.token_ids, *added)
         return Extension(prompt=Prompt(token_ids=token_ids, text=text, messages=()))
 
+    def _broken(
+        self, full: str, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], reason: BreakReason
+    ) -> Extension:
+        return Extension(prompt=self._encoded(full, messages, tools), break_reason=reason)
+
+    def _why_rewritten(self, previous: PreviousTurn, full: str) -> BreakReason:
+        """Why ``full`` does not start with the previous prompt."""
+        prompt = previous.prompt
+        before = self._render(prompt.messages, prompt.tools, add_generation_prompt=False)
+        if not full.startswith(before):
+            return "history_changed"
+        reasoning = (previous.reply.reasoning or "").strip()
+        is_kept = reasoning in self.codec.restore(full[len(before) :])
+        return "prompt_changed" if is_kept else "reasoning_dropped"
+
+    def _why_changed(self, reply: Message, written: str) -> BreakReason:
+        reasoning = (reply.reasoning or "").strip()
+        return "reply_changed" if reasoning in written else "reasoning_dropped"
+
+    def _reply_marks(self, parser: ToolParser) -> frozenset[str]:
+        """What an assistant message may hold as tokens: marks of reasoning, and of calls if they are not special."""
+        ordinary = {token.text for token in self.codec.control_tokens if not token.is_special}
+        return frozenset((*(self.traits.marks or ()), *(mark for mark in parser.marks if mark in ordinary)))
+
     def _encoded(self, full: str, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> Prompt:
-        text = full.removesuffix(self._generation_prompt)
-        return Prompt(token_ids=tuple(self.codec.encode(full)), text=text, messages=messages, tools=tools)
+        return Prompt(token_ids=tuple(self.codec.encode(full)), text=full, messages=messages, tools=tools)
 
     def _render(
-        self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], *, add_generation_prompt: bool
+        self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], *, add_generation_prompt: bool = True
     ) -> str:
         return self._template.render(
             [
-                self._short_message(message) if len(message.content or "") <= _CACHED_CHARS else self._message(message)
+                self._short_message(message)
+                if len(message.content or "") + len(message.reasoning or "") <= _CACHED_CHARS
+                else self._message(message)
                 for message in messages
             ],
             self._shown_tools(tools),
@@ -206,44 +265,44 @@ class Renderer:
         return shown
 
     def _message(self, message: Message) -> dict[str, Any]:
-        """The message as templates expect it, every string in it guarded."""
+        """The message as the template takes it, every string in it guarded."""
         guard = self.codec.guard
-        is_ours = message.role == "assistant"
-        shown: dict[str, Any] = {
-            "role": guard(message.role),
-            "content": guard(message.content or "", keep_marks=is_ours),
-        }
-        if message.tool_calls:
-            shown["tool_calls"] = [
-                {
-                    "id": guard(call.id),
-                    "type": "function",
-                    "function": {"name": guard(call.name), "arguments": self._arguments(call.arguments)},
-                }
-                for call in message.tool_calls
-            ]
+        shown: dict[str, Any] = {"role": guard(message.role), "content": self._content(message)}
+        if message.role == "assistant" and message.reasoning is not None and self.traits.reasoning_field is not None:
+            shown[self.traits.reasoning_field] = self._guard_reply(message.reasoning)
+        if message.tool_calls and (self.traits.writes_calls or message.role != "assistant"):
+            shown["tool_calls"] = [self._guard_deep(call_entry(self.traits.form, call)) for call in message.tool_calls]
         if message.tool_call_id is not None:
             shown["tool_call_id"] = guard(message.tool_call_id)
         if message.name is not None:
             shown["name"] = guard(message.name)
         return shown
 
-    def _arguments(self, arguments: str) -> Any:
-        """Templates write arguments with ``tojson``, so they get them as an object where they are one."""
-        try:
-            return self._guard_deep(msgspec.json.decode(arguments))
-        except msgspec.DecodeError:
-            return self.codec.guard(arguments)
+    def _content(self, message: Message) -> str | None:
+        if message.role != "assistant":
+            return self.codec.guard(message.content or "")
+        is_apart = self.traits.reasoning_field is not None
+        text = self._guard_reply((message.content or "") if is_apart else self.reader.joined(message))
+        if not message.tool_calls:
+            return text
+        if self.traits.writes_calls:
+            return text or (None if self.traits.form.content_is_none else "")
+        calls = [
+            msgspec.structs.replace(call, name=self.codec.guard(call.name), arguments=self.codec.guard(call.arguments))
+            for call in message.tool_calls
+        ]
+        parser = self.reader.parser
+        return text if parser is None else "\n".join(part for part in (text, parser.write(calls)) if part)
 
     def _tool(self, tool: ToolSpec) -> dict[str, Any]:
         function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-        return {"type": "function", "function": self._guard_deep(function)}
+        return FixedDict({"type": "function", "function": self._guard_deep(function)})
 
     def _guard_deep(self, value: Any) -> Any:
         if isinstance(value, str):
             return self.codec.guard(value)
         if isinstance(value, dict):
-            return {self.codec.guard(key): self._guard_deep(entry) for key, entry in value.items()}
+            return FixedDict({self.codec.guard(key): self._guard_deep(entry) for key, entry in value.items()})
         if isinstance(value, list | tuple):
             return [self._guard_deep(entry) for entry in value]
         return value
@@ -254,10 +313,4 @@ class Renderer:
         found = self.codec.first_control(text, text.rfind(_PROBE))
         if found is None:
             raise InputError("the chat template must end an assistant message with a control token, and does not")
-        return found
-
-    def _find_generation_prompt(self) -> str:
-        messages = [{"role": "user", "content": "x"}]
-        without = self._template.render(messages, None, add_generation_prompt=False)
-        with_prompt = self._template.render(messages, None, add_generation_prompt=True)
-        return with_prompt.removeprefix(without) if with_prompt.startswith(without) else ""
+        return found[0]

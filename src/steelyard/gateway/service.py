@@ -16,9 +16,8 @@ since the loss needs the ones that were planned; ``max_tokens`` is the smallest 
 of the call, so that siblings differ although their harness asks for one seed. The recorded sampling is what was used.
 """
 
-import asyncio
-import contextlib
 import math
+from collections.abc import Callable
 
 import msgspec
 import xxhash
@@ -26,18 +25,20 @@ import xxhash
 from steelyard.clock import Clock
 from steelyard.errors import InputError, Refused, SteelyardError
 from steelyard.gateway.capability import AttemptDirectory
-from steelyard.gateway.engine_call import EngineCaller, Generator, OnText, cut_at_stop, shown_tokens
-from steelyard.gateway.history import Kind, RecordedTurn, Segment
+from steelyard.gateway.engine_call import EngineCaller, Generator, OnPieces, cut_at_stop, shown_tokens
+from steelyard.gateway.history import Kind, RecordedTurn
 from steelyard.gateway.recorder import AttemptLog, Recorder, check_result
 from steelyard.gateway.renderer import Prompt, Renderer
-from steelyard.gateway.reply_text import ReplyStream
-from steelyard.gateway.tool_calls import HermesParser, ParsedText
+from steelyard.gateway.reply_reader import ParsedReply
+from steelyard.gateway.reply_text import Pieces, ReplyStream
 from steelyard.ids import IdSource
 from steelyard.metrics import Counters
 from steelyard.types import (
     AttemptBinding,
+    AttemptStanding,
     ChatReply,
     ChatRequest,
+    EndReason,
     FinishReason,
     GenerateRequest,
     GenerateResult,
@@ -48,6 +49,8 @@ from steelyard.types import (
 
 _ROLES = ("system", "user", "assistant", "tool")
 _SEED_BITS = 31
+
+OnText = Callable[[str], None]
 
 
 class GatewayLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,25 +75,54 @@ class Overloaded(SteelyardError):
         super().__init__(detail)
 
 
+class TurnsUsedUp(SteelyardError):
+    """The attempt has made as many model calls as it may."""
+
+
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A reply with the recorded turn that it came from; ``turn`` is None where the context was full."""
+    """A reply with the recorded turn that it came from; ``turn`` is None where the context was full.
+
+    ``stop``: the stop string that ended it, None where none did.
+    """
 
     reply: ChatReply
     turn: Turn | None
+    stop: str | None = None
+
+
+class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Continue a prompt that the caller rendered, as text (control strings count) or as token ids."""
+
+    prompt: str | tuple[int, ...]
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
 
 
 class _Planned(msgspec.Struct, kw_only=True):
-    """One call on its way: what was asked and what it extends."""
+    """One call on its way: what was asked and what it extends.
+
+    ``opening``: the beginning of the reply that stands in the prompt. ``closing``: the end of a tool call, where the
+    first is to end the reply.
+    """
 
     kind: Kind
     prompt: Prompt
     parent: RecordedTurn | None
     break_reason: str | None
     reads_calls: bool
+    is_open: bool
     stops: tuple[str, ...]
     max_tokens: int | None
     seed: int | None
-    deadline_at_s: float | None
+    deadline_at_s: float | None = None
+    opening: str = ""
+    closing: str | None = None
+
+    @property
+    def all_stops(self) -> tuple[str, ...]:
+        """Strings that end generation."""
+        return self.stops if self.closing is None else (*self.stops, self.closing)
 
 
 class Gateway:
@@ -119,15 +151,14 @@ class Gateway:
         self._ids = ids
         self._clock = clock
         self._counters = counters
-        self._limits = limits or GatewayLimits()
+        self.limits = limits or GatewayLimits()
         self._engine = EngineCaller(
             generator,
             clock,
             name=engine_name,
-            grace_s=self._limits.grace_s,
-            abort_deadline_s=self._limits.abort_deadline_s,
+            grace_s=self.limits.grace_s,
+            abort_deadline_s=self.limits.abort_deadline_s,
         )
-        self._parser = HermesParser()
         self._num_open_calls = 0
 
     async def chat(self, attempt_id: str, request: ChatRequest, deadline_at_s: float | None = None) -> ChatReply:
@@ -152,46 +183,66 @@ class Gateway:
         request: ChatRequest,
         on_text: OnText | None = None,
         deadline_at_s: float | None = None,
+        on_prompt: Callable[[int], None] | None = None,
+        on_reasoning: OnText | None = None,
     ) -> Completion:
-        """As :meth:`chat`, with the turn; ``on_text`` gets the content in pieces while it is sampled."""
+        """As :meth:`chat`, with the turn.
+
+        Args:
+            on_text: gets the content in pieces while it is sampled.
+            on_prompt: gets the number of prompt tokens before anything is sampled.
+            on_reasoning: gets the reasoning in pieces while it is sampled.
+        """
         binding, log = self._admit(attempt_id)
-        messages = normal_messages(request.messages)
+        planned = self._plan_chat(log, request)
+        planned.deadline_at_s = deadline_at_s
+        if on_prompt is not None:
+            on_prompt(len(planned.prompt.token_ids))
+        return await self._serve(log, binding, planned, _on_pieces(on_text, on_reasoning))
+
+    def count_prompt(self, attempt_id: str, request: ChatRequest) -> int:
+        """The number of prompt tokens that :meth:`chat` would use. Raises as it does."""
+        _, log = self._admit(attempt_id)
+        return len(self._plan_chat(log, request).prompt.token_ids)
+
+    def standing(self, attempt_id: str) -> AttemptStanding:
+        """How far the model calls of an open attempt have come."""
+        return self._recorder.standing(attempt_id)
+
+    def _plan_chat(self, log: AttemptLog, request: ChatRequest) -> _Planned:
+        messages = log.history.restored(normal_messages(request.messages))
         parent = log.history.find_chat(messages)
         if parent is None:
             prompt, break_reason = self._renderer.first_prompt(messages, request.tools), None
         else:
-            extension = self._renderer.extend(parent.as_previous(), messages, request.tools, parent.closed_text)
+            added = messages[parent.num_messages + 1 :]
+            extension = self._renderer.extend(parent.as_previous(), added, request.tools)
             prompt, break_reason = extension.prompt, extension.break_reason
-        planned = _Planned(
+        opening = ""
+        if request.must_call is not None:
+            prompt, opening = self._renderer.opened(prompt, request.must_call.tool)
+        parser = self._renderer.reader.parser
+        return _Planned(
             kind="chat",
             prompt=prompt,
             parent=parent,
             break_reason=break_reason,
             reads_calls=bool(request.tools),
+            is_open=self._renderer.reader.is_open(prompt.text),
             stops=request.stop,
             max_tokens=request.max_tokens,
             seed=request.seed,
-            deadline_at_s=deadline_at_s,
+            opening=opening,
+            closing=parser.closing if parser is not None and request.single_call and request.tools else None,
         )
-        return await self._serve(log, binding, planned, on_text)
 
-    async def complete_prompt(
-        self,
-        attempt_id: str,
-        prompt: str | tuple[int, ...],
-        *,
-        max_tokens: int | None = None,
-        stop: tuple[str, ...] = (),
-        seed: int | None = None,
-        on_text: OnText | None = None,
-    ) -> Completion:
-        """Continue a prompt that the caller rendered, as text (control strings count) or as token ids.
-
-        Raises:
-            As :meth:`chat`.
-        """
+    async def complete_prompt(self, attempt_id: str, request: TextRequest, on_text: OnText | None = None) -> Completion:
+        """Continue a prompt. Raises as :meth:`chat`."""
         binding, log = self._admit(attempt_id)
-        parent, break_reason = None, None
+        return await self._serve(log, binding, self._plan_text(log, request), _on_pieces(on_text, None))
+
+    def _plan_text(self, log: AttemptLog, request: TextRequest) -> _Planned:
+        parent, break_reason, prompt = None, None, request.prompt
         if not prompt:
             raise InputError("prompt must not be empty")
         if isinstance(prompt, str):
@@ -207,18 +258,17 @@ class Gateway:
                 raise InputError(f"prompt must hold token ids from 0 to {num_ids - 1}")
             parent = log.history.find_tokens(prompt)
             made = Prompt(token_ids=prompt, text=self._renderer.codec.decode(prompt), messages=())
-        planned = _Planned(
+        return _Planned(
             kind="text",
             prompt=made,
             parent=parent,
             break_reason=break_reason,
             reads_calls=False,
-            stops=stop,
-            max_tokens=max_tokens,
-            seed=seed,
-            deadline_at_s=None,
+            is_open=False,
+            stops=request.stop,
+            max_tokens=request.max_tokens,
+            seed=request.seed,
         )
-        return await self._serve(log, binding, planned, on_text)
 
     def text_of(self, token_ids: tuple[int, ...]) -> str:
         """The text of sampled tokens."""
@@ -235,33 +285,60 @@ class Gateway:
         if self._clock.now_s() >= binding.deadline_at_s:
             raise Refused("expired", f"the deadline of attempt {attempt_id} has passed")
         log = self._recorder.open(attempt_id, binding.policy_version)
-        if log.num_open_calls >= self._limits.max_open_calls_per_attempt:
+        if binding.max_turns is not None and log.history.num_turns + log.num_open_calls >= binding.max_turns:
+            log.limit = EndReason.MAX_TURNS
+            raise TurnsUsedUp(f"attempt {attempt_id} may make at most {binding.max_turns} model calls")
+        if log.num_open_calls >= self.limits.max_open_calls_per_attempt:
             raise Overloaded(f"attempt {attempt_id} has {log.num_open_calls} open calls", is_attempts_fault=True)
-        if self._num_open_calls >= self._limits.max_open_calls:
-            raise Overloaded(f"the gateway has {self._num_open_calls} open calls", is_attempts_fault=False)
+        if self._num_open_calls >= self.limits.max_open_calls:
+            log.failure = f"the gateway has {self._num_open_calls} open calls"
+            raise Overloaded(log.failure, is_attempts_fault=False)
         return binding, log
 
     async def _serve(
-        self, log: AttemptLog, binding: AttemptBinding, planned: _Planned, on_text: OnText | None
+        self, log: AttemptLog, binding: AttemptBinding, planned: _Planned, on_pieces: OnPieces | None
     ) -> Completion:
         started_at_s = self._clock.now_s()
         room = binding.max_context_tokens - len(planned.prompt.token_ids)
         if room < 1:
             self._counters.add("gateway.context_full")
+            log.limit = EndReason.CONTEXT_FULL
             return Completion(reply=self._context_full(planned.prompt), turn=None)
-        stream = self._stream(planned, on_text)
+        stream = self._stream(planned, on_pieces)
         request = self._request(log, binding, planned, room, started_at_s, is_streaming=stream is not None)
         log.num_calls += 1
         log.num_open_calls += 1
         self._num_open_calls += 1
         try:
-            result = await self._engine.call(request, stream, on_text)
+            result = await self._engine.call(request, stream, None if planned.opening else on_pieces)
+            completion = self._record(log, planned, request, result, started_at_s)
+        except Refused:
+            raise
+        except SteelyardError as error:
+            log.failure = str(error)
+            raise
         finally:
             log.num_open_calls -= 1
             self._num_open_calls -= 1
-        result, text = self._finish(request, result, planned.stops)
+        log.failure = None
+        if stream is not None and on_pieces is not None:
+            on_pieces(stream.finish(completion.reply.message))
+        return completion
+
+    def _record(
+        self,
+        log: AttemptLog,
+        planned: _Planned,
+        request: GenerateRequest,
+        result: GenerateResult,
+        started_at_s: float,
+    ) -> Completion:
+        """The engine's answer, checked, recorded and read."""
+        result, text, stop = self._finish(request, result, planned)
         parsed = self._parse(text, planned)
-        message = Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls)
+        message = Message(
+            role="assistant", content=parsed.content, tool_calls=parsed.tool_calls, reasoning=parsed.reasoning
+        )
         turn = self._recorder.record(
             log,
             request,
@@ -273,11 +350,7 @@ class Gateway:
             break_reason=planned.break_reason,
             started_at_s=started_at_s,
         )
-        if stream is not None and on_text is not None and (rest := stream.finish(message.content or "")):
-            on_text(rest)
-        if planned.kind == "chat":
-            asyncio.get_running_loop().call_soon(self._close_ahead, log.history.segments[turn.segment_index])
-        return Completion(reply=_reply(turn, message, parsed.num_malformed), turn=turn)
+        return Completion(reply=_reply(turn, message, parsed.num_malformed), turn=turn, stop=stop)
 
     def _request(
         self,
@@ -309,53 +382,57 @@ class Gateway:
             stop_token_ids=self._renderer.stop_token_ids,
             deadline_at_s=min(
                 binding.deadline_at_s,
-                now_s + self._limits.turn_deadline_s,
+                now_s + self.limits.turn_deadline_s,
                 math.inf if planned.deadline_at_s is None else planned.deadline_at_s,
             ),
             stream=is_streaming,
             follows_updates=binding.follows_updates,
         )
 
-    def _stream(self, planned: _Planned, on_text: OnText | None) -> ReplyStream | None:
+    def _stream(self, planned: _Planned, on_pieces: OnPieces | None) -> ReplyStream | None:
         """Only a streamed reply and stop strings need the tokens while they are sampled."""
-        if on_text is None and not planned.stops:
+        if on_pieces is None and not planned.all_stops:
             return None
-        opening = self._parser.opening if planned.reads_calls else None
-        return ReplyStream(self._renderer.codec, planned.stops, opening)
+        reader = self._renderer.reader if planned.kind == "chat" else None
+        return ReplyStream(
+            self._renderer.codec, planned.all_stops, reader, reads_calls=planned.reads_calls, is_open=planned.is_open
+        )
 
     def _finish(
-        self, request: GenerateRequest, result: GenerateResult, stops: tuple[str, ...]
-    ) -> tuple[GenerateResult, str]:
-        """The engine's answer, checked and cut at a stop string, with the text that may be shown.
+        self, request: GenerateRequest, result: GenerateResult, planned: _Planned
+    ) -> tuple[GenerateResult, str, str | None]:
+        """The engine's answer, checked and cut at a stop string, the text that may be shown, and that string.
 
         Raises:
             EngineError: it cannot be trained on, or the engine gave up.
             DeadlineExceeded: time ran out in the engine.
         """
-        cut = cut_at_stop(self._renderer.codec, request, result, stops)
+        found = cut_at_stop(self._renderer.codec, request, result, planned.all_stops)
         try:
-            if cut is None:
+            if found is None:
                 self._engine.check(request, result)
-                return result, self._renderer.codec.decode(shown_tokens(request, result))
+                text = self._renderer.codec.decode(shown_tokens(request, result))
+                return result, planned.opening + text, None
+            shorter, cut = found
             check_result(
-                msgspec.structs.replace(request, stop_token_ids=cut[0].token_ids[-1:]), cut[0], self._engine.name
+                msgspec.structs.replace(request, stop_token_ids=shorter.token_ids[-1:]), shorter, self._engine.name
             )
         except SteelyardError:
             self._recorder.count_unrecorded(len(result.token_ids))
             raise
-        self._recorder.count_unrecorded(len(result.token_ids) - len(cut[0].token_ids))
-        return cut
+        self._recorder.count_unrecorded(len(result.token_ids) - len(shorter.token_ids))
+        text = planned.opening + cut.text
+        return (shorter, text, cut.stop) if cut.stop in planned.stops else (shorter, text + cut.stop, None)
 
-    def _close_ahead(self, segment: Segment) -> None:
-        """Between two calls: make what the next one will need of the template, so that it waits for less."""
-        newest = segment.turns[-1]
-        with contextlib.suppress(InputError):  # a template that refuses this is reported to whoever extends it
-            newest.closed_text = self._renderer.closed_text(newest.as_previous())
-
-    def _parse(self, text: str, planned: _Planned) -> ParsedText:
-        if not planned.reads_calls:
-            return ParsedText(content=text)
-        parsed = self._parser.parse(text, lambda: self._ids.new("call"))
+    def _parse(self, text: str, planned: _Planned) -> ParsedReply:
+        if planned.kind == "text":
+            return ParsedReply(content=text)
+        parsed = self._renderer.reader.read(
+            text,
+            lambda: self._renderer.call_id(self._ids.new("call")),
+            reads_calls=planned.reads_calls,
+            is_open=planned.is_open,
+        )
         if parsed.num_malformed:
             self._counters.add("gateway.malformed_calls", parsed.num_malformed)
         return parsed
@@ -389,6 +466,20 @@ def _normal_message(index: int, message: Message) -> Message:
         raise InputError(f"messages[{index}].tool_calls may stand only in an assistant message, not in {message.role}")
     content = message.content or (None if message.tool_calls else "")
     return message if content == message.content else msgspec.structs.replace(message, content=content)
+
+
+def _on_pieces(on_text: OnText | None, on_reasoning: OnText | None) -> OnPieces | None:
+    """One callback for both, each of which is called for text only; None where nobody listens."""
+    if on_text is None and on_reasoning is None:
+        return None
+
+    def show(pieces: Pieces) -> None:
+        if pieces.reasoning and on_reasoning is not None:
+            on_reasoning(pieces.reasoning)
+        if pieces.content and on_text is not None:
+            on_text(pieces.content)
+
+    return show
 
 
 def _reply(turn: Turn, message: Message, num_malformed: int) -> ChatReply:

@@ -11,12 +11,15 @@ import msgspec
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from steelyard.errors import InputError
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PLAIN_JSON = json.JSONEncoder(ensure_ascii=False).encode
+# What a template can raise by itself; templates come from elsewhere, so it is bad input and not our bug.
+_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError)
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
@@ -87,16 +90,29 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        except _FAILURES as error:
             raise InputError(f"the chat template refuses these messages: {error}") from error
 
 
+class FixedDict(dict[str, Any]):
+    """What many renderings show and nobody changes, such as a tool: its JSON is made once."""
+
+    __slots__ = ("plain_json",)
+    plain_json: str
+
+
+_LOOP_NUMBERS = frozenset(("index", "index0", "first", "last", "length", "previtem", "nextitem"))
+_PLAIN_DICTS = (dict, FixedDict)
+
+
 class _TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox, with a short way for what templates do most: reading an entry of a plain dictionary."""
+    """The sandbox, with a short way for what templates do most: reading entries of dictionaries, and ``loop``."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+        if type(obj) in _PLAIN_DICTS and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if type(obj) is LoopContext and attribute in _LOOP_NUMBERS:
+            return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
 
@@ -119,8 +135,14 @@ def _to_json(
 ) -> str:
     """Without the HTML escapes of jinja2's own filter, which no chat template expects."""
     if not (ensure_ascii or indent or separators or sort_keys):
-        return _PLAIN_JSON(value)
+        return _fixed_json(value) if type(value) is FixedDict else _PLAIN_JSON(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _fixed_json(value: FixedDict) -> str:
+    if not hasattr(value, "plain_json"):
+        value.plain_json = _PLAIN_JSON(value)
+    return value.plain_json
 
 
 def _raise_exception(message: str) -> None:

@@ -121,6 +121,13 @@ class ToolAnswer(Protocol):
     def done(self) -> bool: ...
 
 
+class LoopResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How the agent ended, and what it called."""
+
+    end_reason: EndReason
+    tools: tuple[ToolRecord, ...]
+
+
 class Session(Protocol):
     """The trusted side of one attempt at a task."""
 
@@ -132,6 +139,8 @@ class Session(Protocol):
     def no_call(self, message: Message) -> ToolAnswer: ...
 
     def turn_ended(self) -> None: ...
+
+    async def submit(self, sandbox: Any, answer: str) -> None: ...
 
     def artifact(self) -> bytes: ...
 
@@ -145,6 +154,14 @@ class TaskSource(Protocol[SessionT_co]):
     def task(self, task_id: str) -> Task: ...
 
     def session(self, task: Task) -> SessionT_co: ...
+
+
+class Agent(Protocol):
+    """Carries attempts through: talks to the policy and acts in the sandbox, until the agent is done."""
+
+    async def run(self, lease: Lease, task: Task, session: Session, sandbox: Any) -> LoopResult:
+        """One attempt. Raises where it could not be carried through by no fault of the agent."""
+        ...
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,7 +191,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Services(msgspec.Struct, frozen=True, kw_only=True):
-    """The neighbours of a worker."""
+    """The neighbours of a worker. ``agent`` None: the built-in loop, which asks ``chat``."""
 
     leases: LeaseSource
     chat: ChatClient
@@ -182,6 +199,7 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     traces: TraceSealer
     artifacts: ArtifactStore
     tasks: TaskSource[Session]
+    agent: Agent | None = None
 
 
 @contextlib.asynccontextmanager

@@ -9,17 +9,16 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 
-import msgspec
-
 from steelyard.clock import Clock
 from steelyard.errors import EngineError, SandboxLost
-from steelyard.harness.base import ChatClient, SandboxHandle, Session, ToolAnswer, deadline
+from steelyard.harness.base import ChatClient, LoopResult, SandboxHandle, Session, ToolAnswer, deadline
 from steelyard.types import (
     ChatReply,
     ChatRequest,
     Effects,
     EndReason,
     FinishReason,
+    Lease,
     Message,
     Task,
     ToolCall,
@@ -31,11 +30,28 @@ CHAT_GRACE_S = 2.0
 """Added to the deadline that the gateway was given, so that its own, better answer comes first."""
 
 
-class LoopResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How the agent ended, and what it called."""
+class ChatAgent:
+    """Carries attempts through with :class:`ChatLoop`; deadlines are for one model call and one tool."""
 
-    end_reason: EndReason
-    tools: tuple[ToolRecord, ...]
+    def __init__(self, chat: ChatClient, clock: Clock, *, turn_deadline_s: float, tool_deadline_s: float) -> None:
+        self._chat = chat
+        self._clock = clock
+        self._turn_deadline_s = turn_deadline_s
+        self._tool_deadline_s = tool_deadline_s
+
+    async def run(self, lease: Lease, task: Task, session: Session, sandbox: SandboxHandle) -> LoopResult:
+        """See :class:`steelyard.harness.base.Agent`."""
+        loop = ChatLoop(
+            attempt_id=lease.attempt_id,
+            task=task,
+            session=session,
+            sandbox=sandbox,
+            chat=self._chat,
+            clock=self._clock,
+            turn_deadline_s=self._turn_deadline_s,
+            tool_deadline_s=self._tool_deadline_s,
+        )
+        return await loop.run(lease.max_turns)
 
 
 class ChatLoop:

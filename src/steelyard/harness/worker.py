@@ -2,7 +2,7 @@
 
 ::
 
-    lease -> start -> sandbox -> chat loop -> seal trace -> store artifact -> artifact_ready
+    lease -> start -> sandbox ->   agent   -> seal trace -> store artifact -> artifact_ready
                |         |           |            |               |
                +---------+-----------+------------+---------------+--> attempt_failed (outcome, lost tokens)
 
@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Callable
 
 from steelyard.clock import Clock
 from steelyard.errors import DeadlineExceeded, Refused, RunError
-from steelyard.harness.base import SandboxHandle, Services, WorkerSettings, deadline
-from steelyard.harness.chat_loop import ChatLoop, LoopResult
+from steelyard.harness.base import Agent, LoopResult, SandboxHandle, Services, WorkerSettings, deadline
+from steelyard.harness.chat_loop import ChatAgent
 from steelyard.metrics import Counters
 from steelyard.types import ArtifactReport, AttemptFailure, Lease, Outcome
 
@@ -74,6 +74,9 @@ class HarnessWorker:
         self._worker_id = worker_id
         self._settings = settings
         self._services = services
+        self._agent: Agent = services.agent or ChatAgent(
+            services.chat, clock, turn_deadline_s=settings.turn_deadline_s, tool_deadline_s=settings.tool_deadline_s
+        )
         self._clock = clock
         self._counters = counters
         self._sleep = sleep
@@ -210,17 +213,7 @@ class HarnessWorker:
         try:
             for name, data in session.files.items():
                 await sandbox.write_file(name, data)
-            loop = ChatLoop(
-                attempt_id=lease.attempt_id,
-                task=task,
-                session=session,
-                sandbox=sandbox,
-                chat=services.chat,
-                clock=self._clock,
-                turn_deadline_s=self._settings.turn_deadline_s,
-                tool_deadline_s=self._settings.tool_deadline_s,
-            )
-            result = await loop.run(lease.max_turns)
+            result = await self._agent.run(lease, task, session, sandbox)
         finally:
             await self._destroy(lease.attempt_id, sandbox)
         return await self._store(lease, result, session.artifact())

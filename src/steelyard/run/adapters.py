@@ -5,14 +5,18 @@ from collections.abc import Mapping, Sequence
 from steelyard.coordinator.capability import CapabilityRing, Role
 from steelyard.coordinator.service import Coordinator
 from steelyard.errors import Refused
-from steelyard.gateway.capability import AttemptDirectory
+from steelyard.gateway.capability import AttemptDirectory, KeyRing
+from steelyard.gateway.client import GatewayClient
+from steelyard.gateway.dialects.base import POLICY_NAME
 from steelyard.gateway.recorder import Recorder
 from steelyard.gateway.service import Gateway
+from steelyard.harness.command import ModelAccess
 from steelyard.run.news import ToolTimes
 from steelyard.types import (
     ArtifactReport,
     AttemptBinding,
     AttemptFailure,
+    AttemptStanding,
     ChatReply,
     ChatRequest,
     EndReason,
@@ -54,6 +58,7 @@ class LiveAttempts:
             max_context_tokens=self._max_context_tokens,
             deadline_at_s=lease.issued_at_s + self._attempt_deadline_s,
             follows_updates=self._follows_updates and lease.purpose is Purpose.TRAIN,
+            max_turns=lease.max_turns,
         )
 
     def holder(self, attempt_id: str) -> str:
@@ -138,3 +143,40 @@ class Sealer:
 
     async def discard(self, attempt_id: str) -> int:
         return self._recorder.discard(attempt_id)
+
+    def standing(self, attempt_id: str) -> AttemptStanding:
+        return self._recorder.standing(attempt_id)
+
+
+class LocalAccess:
+    """The gateway of this process as an agent program needs it. ``url`` is its base URL, with ``/v1``."""
+
+    def __init__(self, recorder: Recorder, attempts: AttemptDirectory, keys: KeyRing, url: str) -> None:
+        self._recorder = recorder
+        self._attempts = attempts
+        self._keys = keys
+        self._url = url.removesuffix("/v1")
+
+    async def access(self, attempt_id: str) -> ModelAccess:
+        binding = self._attempts.binding(attempt_id)
+        if binding is None:
+            raise Refused("late", f"attempt {attempt_id} is not alive")
+        key = self._keys.issue(attempt_id, binding.deadline_at_s)
+        return ModelAccess(url=self._url, api_key=key, model=POLICY_NAME)
+
+    async def standing(self, attempt_id: str) -> AttemptStanding:
+        return self._recorder.standing(attempt_id)
+
+
+class RemoteAccess:
+    """A gateway elsewhere as an agent program needs it."""
+
+    def __init__(self, client: GatewayClient) -> None:
+        self._client = client
+
+    async def access(self, attempt_id: str) -> ModelAccess:
+        url, key = await self._client.access(attempt_id)
+        return ModelAccess(url=url, api_key=key, model=POLICY_NAME)
+
+    async def standing(self, attempt_id: str) -> AttemptStanding:
+        return await self._client.standing(attempt_id)

@@ -9,8 +9,7 @@ _ASSISTANT = f"{IM_START}assistant\n"
 
 def demonstration_text(renderer: Renderer, demonstration: Demonstration) -> str:
     """The conversation as the template writes it, for training a tokenizer."""
-    prompt = renderer.first_prompt(demonstration.messages, demonstration.tools)
-    return renderer.codec.restore(prompt.text)
+    return renderer.text_of(demonstration.messages, demonstration.tools)
 
 
 def token_sequence(renderer: Renderer, demonstration: Demonstration) -> TokenSequence:

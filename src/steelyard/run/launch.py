@@ -32,6 +32,7 @@ from steelyard.run.control import RunContext, run_control
 from steelyard.run.directory import RunDirectory, RunLock, existing_directory, new_directory, write_config
 from steelyard.run.engines import check_engine
 from steelyard.run.evaluation import num_planned
+from steelyard.run.harnesses import check_harness
 from steelyard.run.journals import check_journal, open_journal_reader, require_new_journal
 from steelyard.run.news import News
 from steelyard.run.policy import check_policy, prepare_policy
@@ -50,6 +51,7 @@ def check_environment(config: Config) -> None:
         ConfigError: names the field.
     """
     make_environment(config.environment.kind, config.environment.options, Services(run_function=run_function_calls))
+    check_harness(config)
     check_policy(config)
     check_tolerances(config)
     check_engine(config)

@@ -18,10 +18,11 @@ from steelyard.harness.base import Services, WorkerSettings
 from steelyard.harness.worker import HarnessWorker
 from steelyard.processes.http_requests import RetrySettings
 from steelyard.run import joining
+from steelyard.run.adapters import RemoteAccess
 from steelyard.run.describing import require_fit
+from steelyard.run.harnesses import make_agent, open_places
 from steelyard.run.patience import PatientLeases
 from steelyard.run.rollouts import worker_settings
-from steelyard.sandbox.opening import open_pool
 
 _LOG = logging.getLogger(__name__)
 _DRAIN_S = 30.0
@@ -69,12 +70,18 @@ async def _join(own: joining.Joining[WorkerOptions]) -> _Worker | None:
         return None
     require_fit(config, own.environment, run)
     artifacts = own.artifacts(run)
-    sandboxes = await open_pool(config.sandbox, own.home / "sandboxes" / "rollout")
+    sandboxes = await open_places(config, own.home / "sandboxes" / "rollout")
     own.stack.push_async_callback(sandboxes.close)
     client = await own.client()
     leases = PatientLeases(client, own.patience())
     services = Services(
-        leases=leases, chat=gateway, sandboxes=sandboxes, traces=gateway, artifacts=artifacts, tasks=own.environment
+        leases=leases,
+        chat=gateway,
+        sandboxes=sandboxes,
+        traces=gateway,
+        artifacts=artifacts,
+        tasks=own.environment,
+        agent=make_agent(config, RemoteAccess(gateway)),
     )
     settings = _settings(config, run, options)
     own.say(

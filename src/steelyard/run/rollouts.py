@@ -19,18 +19,19 @@ from steelyard.environments.base import Environment, Grader
 from steelyard.gateway.app import GatewayServer
 from steelyard.gateway.attempts import AttemptEndpoint
 from steelyard.gateway.capability import KeyRing
+from steelyard.gateway.dialects.base import ModelNames
 from steelyard.gateway.recorder import Recorder
 from steelyard.gateway.renderer import Renderer
 from steelyard.gateway.service import Gateway, GatewayLimits
-from steelyard.harness.base import SandboxHandle, Services, WorkerSettings
+from steelyard.harness.base import Agent, SandboxHandle, Services, WorkerSettings
 from steelyard.harness.worker import HarnessWorker
 from steelyard.ids import IdSource
 from steelyard.inference.router import Router
-from steelyard.run.adapters import InProcessChat, Leases, LiveAttempts, Sealer, WorkerKeys
+from steelyard.run.adapters import InProcessChat, Leases, LiveAttempts, LocalAccess, Sealer, WorkerKeys
+from steelyard.run.harnesses import attempt_deadline_s, make_agent, open_places
 from steelyard.run.news import News, ToolTimes
 from steelyard.run.processes import Children
 from steelyard.run.stores import Stores
-from steelyard.sandbox.opening import open_pool
 from steelyard.sandbox.pool import WarmPool
 from steelyard.scoring.base import GraderHandle
 from steelyard.scoring.pool import GraderPool, PoolSettings
@@ -110,7 +111,7 @@ class RolloutSide:
             follows_updates=config.weights.mode == "segmented",
         )
         gateway = Gateway(
-            Renderer.load(policy_dir),
+            Renderer.load(policy_dir, None if config.gateway.tool_parser == "auto" else config.gateway.tool_parser),
             router,
             base.recorder,
             attempts,
@@ -120,22 +121,25 @@ class RolloutSide:
             limits=GatewayLimits(turn_deadline_s=config.rollout.turn_deadline_s),
         )
         sealer = Sealer(base.recorder, attempts, self._news.tools)
-        server = self._server(base, gateway, attempts, sealer)
-        harness = None if sandboxes is None else self._harness(base, gateway, sealer, sandboxes, worker)
+        keys = KeyRing(secrets.token_bytes(_SECRET_BYTES))
+        server = self._server(base, gateway, attempts, sealer, keys)
         scoring = None if graders is None else self._scoring(base, graders)
         releases = _Releases(router, base.stores.traces)
         base.coordinator.listen(releases.on_effect)
         url = await server.start()
         try:
+            agent = make_agent(config, LocalAccess(base.recorder, attempts, keys, url))
+            harness = None if sandboxes is None else self._harness(base, gateway, sealer, sandboxes, worker, agent)
             if self._keys is not None:
                 self._children.directory.note_gateway(url)
             yield Serving(harness, scoring, releases, url)
         finally:
             await server.stop()
 
-    def _server(self, base: Foundation, gateway: Gateway, attempts: LiveAttempts, sealer: Sealer) -> GatewayServer:
+    def _server(
+        self, base: Foundation, gateway: Gateway, attempts: LiveAttempts, sealer: Sealer, keys: KeyRing
+    ) -> GatewayServer:
         config, counters = self._config, self._news.counters
-        keys = KeyRing(secrets.token_bytes(_SECRET_BYTES))
         elsewhere = None
         if self._keys is not None:
             elsewhere = AttemptEndpoint(
@@ -149,11 +153,18 @@ class RolloutSide:
             counters=counters,
             host=config.gateway.host,
             port=config.gateway.port,
+            models=ModelNames(served=config.gateway.models),
             attempts=elsewhere,
         )
 
     def _harness(
-        self, base: Foundation, gateway: Gateway, sealer: Sealer, sandboxes: WarmPool, settings: WorkerSettings
+        self,
+        base: Foundation,
+        gateway: Gateway,
+        sealer: Sealer,
+        sandboxes: WarmPool,
+        settings: WorkerSettings,
+        agent: Agent | None,
     ) -> HarnessWorker:
         services = Services(
             leases=Leases(base.coordinator),
@@ -162,6 +173,7 @@ class RolloutSide:
             traces=sealer,
             artifacts=base.stores.artifacts,
             tasks=self._environment,
+            agent=agent,
         )
         return HarnessWorker(base.ids.new("wrk"), settings, services, base.clock, self._news.counters)
 
@@ -176,7 +188,7 @@ class RolloutSide:
         config = self._config
         sandboxes = graders = None
         if config.rollout.num_workers:
-            sandboxes = await open_pool(config.sandbox, self._children.directory.sandboxes / "rollout")
+            sandboxes = await open_places(config, self._children.directory.sandboxes / "rollout")
             self._stack.push_async_callback(sandboxes.close)
         if config.scoring.num_workers:
             graders = await self._open_graders()
@@ -259,7 +271,7 @@ def worker_settings(config: Config) -> WorkerSettings:
         max_concurrent=rollout.max_concurrent,
         heartbeat_every_s=rollout.lease_s / 4,
         turn_deadline_s=rollout.turn_deadline_s,
-        attempt_deadline_s=rollout.max_turns * turn_s + 60.0,
+        attempt_deadline_s=attempt_deadline_s(config, rollout.max_turns * turn_s + 60.0),
     )
 
 

@@ -76,6 +76,7 @@ def limits_json(config: SandboxConfig) -> str:
             "max_output_bytes": config.max_output_bytes,
             "max_file_bytes": config.max_file_bytes,
             "max_disk_bytes": config.max_disk_bytes,
+            "max_open_files": config.max_open_files,
         }
     ).decode()
 

@@ -52,7 +52,6 @@ OK, CRASHED, TIMED_OUT, OUTPUT_LIMIT, MEMORY_LIMIT, KILLED, REFUSED = range(7)
 WORK_DIRECTORY = "/box"
 # How a child says that it ran out of memory. A program can say so too; either way it failed.
 _MEMORY_EXIT = 97
-_NUM_FILES = 64
 _CHUNK_BYTES = 65_536
 
 _CLONE_NEW = 0x20000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000  # mount, uts, ipc, user, pid
@@ -83,6 +82,7 @@ class Limits:
         self.max_output_bytes: int = values["max_output_bytes"]
         self.max_file_bytes: int = values["max_file_bytes"]
         self.max_disk_bytes: int = values["max_disk_bytes"]
+        self.max_open_files: int = values["max_open_files"]
 
 
 def _check(result: int, what: str) -> int:
@@ -438,7 +438,7 @@ def _limit_self(deadline_s: float, limits: Limits) -> None:
         resource.RLIMIT_AS: limits.memory_bytes,
         resource.RLIMIT_CPU: math.ceil(deadline_s) + 1,
         resource.RLIMIT_FSIZE: limits.max_file_bytes,
-        resource.RLIMIT_NOFILE: _NUM_FILES,
+        resource.RLIMIT_NOFILE: limits.max_open_files,
         resource.RLIMIT_CORE: 0,
     }
     if os.getppid() == 1:

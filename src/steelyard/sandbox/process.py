@@ -38,7 +38,7 @@ class ProcessStarter:
 
     def __init__(self, config: SandboxConfig, registry: Registry) -> None:
         logger.warning(
-            "sandbox.kind: process isolates nothing: code of the policy runs as this user, "
+            "an ordinary process isolates nothing: code of the policy runs as this user, "
             "with its files and its network; use it only for models and tasks that you trust"
         )
         self._config = config

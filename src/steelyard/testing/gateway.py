@@ -14,6 +14,7 @@ from steelyard.gateway.attempts import AttemptEndpoint, AttemptLimits, HeldAttem
 from steelyard.gateway.capability import KeyRing
 from steelyard.gateway.codec import TokenCodec
 from steelyard.gateway.engine_call import Generator
+from steelyard.gateway.dialects.base import Desk, ModelNames
 from steelyard.gateway.recorder import Recorder
 from steelyard.gateway.renderer import Renderer
 from steelyard.gateway.service import Gateway, GatewayLimits
@@ -21,6 +22,7 @@ from steelyard.ids import SeededIds
 from steelyard.metrics import Counters
 from steelyard.run.adapters import Sealer, WorkerKeys
 from steelyard.run.news import ToolTimes
+from steelyard.testing.families import families, write_family
 from steelyard.testing.tokenizer import write_tokenizer
 from steelyard.traces.ledger import TokenLedger
 from steelyard.traces.store import TraceStore
@@ -37,6 +39,7 @@ from steelyard.types import (
 )
 
 ATTEMPT = "att_one"
+NOW_S = 1_700_000_000.0
 HOLDER = "wrk_one"
 
 
@@ -129,6 +132,28 @@ def scripted_result(request: GenerateRequest, token_ids: tuple[int, ...], finish
     )
 
 
+class PlainTokens:
+    """Tokens that are code points, without a stop token."""
+
+    def text_of(self, token_ids: tuple[int, ...]) -> str:
+        """Their text."""
+        return "".join(map(chr, token_ids))
+
+    def is_stop(self, token_id: int) -> bool:
+        """None is."""
+        return False
+
+
+def make_desk(*, models: ModelNames | None = None) -> Desk:
+    """What a dialect needs beside the body, at :data:`NOW_S`."""
+    return Desk(
+        tokens=PlainTokens(),
+        models=models or ModelNames(own="policy"),
+        ids=SeededIds(0),
+        now_s=NOW_S,
+    )
+
+
 class FixedDirectory:
     """An attempt directory that is a dictionary; delete an entry to end its attempt."""
 
@@ -152,6 +177,7 @@ def binding(
     max_context_tokens: int = 4096,
     sampling: Sampling | None = None,
     deadline_at_s: float = 4e9,
+    max_turns: int | None = None,
 ) -> AttemptBinding:
     """A binding with room and time."""
     return AttemptBinding(
@@ -159,6 +185,7 @@ def binding(
         sampling=sampling or Sampling(temperature=0.7, max_tokens=256),
         max_context_tokens=max_context_tokens,
         deadline_at_s=deadline_at_s,
+        max_turns=max_turns,
     )
 
 
@@ -167,6 +194,7 @@ class GatewayWorld:
 
     Args:
         engine: answers in the place of the script.
+        family: whose tokenizer and template to use, by its name in ``steelyard.testing.families``.
         bindings: of other live attempts than that one, all held by :data:`HOLDER`.
         live: knows the live attempts in their place.
     """
@@ -178,6 +206,7 @@ class GatewayWorld:
         *,
         engine: Generator | None = None,
         template: str | None = None,
+        family: str | None = None,
         bindings: dict[str, AttemptBinding] | None = None,
         live: HeldAttempts | None = None,
         limits: GatewayLimits | None = None,
@@ -185,10 +214,16 @@ class GatewayWorld:
         attempt_limits: AttemptLimits | None = None,
         clock: Clock | None = None,
         port: int = 0,
+        models: ModelNames | None = None,
     ) -> None:
         self.clock = clock or SystemClock()
         self.counters = Counters()
-        self.renderer = Renderer.load(write_tokenizer(directory / "tokenizer", template))
+        model_dir = directory / "tokenizer"
+        if family is None:
+            write_tokenizer(model_dir, template)
+        else:
+            write_family(model_dir, families()[family])
+        self.renderer = Renderer.load(model_dir)
         self.generator = ScriptedGenerator(self.renderer.codec, self.renderer.end_of_turn_id, script)
         self.ledger = TokenLedger(directory / "ledger")
         self.store = TraceStore(directory / "traces", before_seal=self.ledger.sync)
@@ -224,6 +259,7 @@ class GatewayWorld:
             clock=self.clock,
             counters=self.counters,
             port=port,
+            models=models,
             limits=http_limits,
             attempts=attempts,
         )

@@ -55,7 +55,9 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONUNBUFFERED": "1"}
 
 
-def steelyard(*arguments: str | Path, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
+def steelyard(
+    *arguments: str | Path, cwd: Path | None = None, deadline_s: float = _DEADLINE_S
+) -> "subprocess.CompletedProcess[str]":
     """Run a command to its end.
 
     Raises:
@@ -65,7 +67,7 @@ def steelyard(*arguments: str | Path, cwd: Path | None = None) -> "subprocess.Co
         command(*arguments),
         capture_output=True,
         text=True,
-        timeout=_DEADLINE_S,
+        timeout=deadline_s,
         cwd=cwd,
         env=environment(),
         check=False,

@@ -1,5 +1,6 @@
 """A tiny tokenizer directory in the Hugging Face layout: byte-level BPE with ChatML control tokens."""
 
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
@@ -22,11 +23,13 @@ def chatml_hermes_template() -> str:
     return resources.files("steelyard.gateway").joinpath("templates/chatml_hermes.jinja").read_text("utf-8")
 
 
-def write_tokenizer(directory: Path, template: str | None = None, vocab_size: int = 512) -> Path:
+def write_tokenizer(
+    directory: Path, template: str | None = None, vocab_size: int = 512, texts: Iterable[str] = _TEXTS
+) -> Path:
     """Write ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``; returns ``directory``.
 
     As in Qwen tokenizers, the ChatML tokens are special and the tool-call and thinking marks are added
-    tokens that are not special.
+    tokens that are not special. ``texts`` are what it is trained on.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -37,7 +40,7 @@ def write_tokenizer(directory: Path, template: str | None = None, vocab_size: in
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_TEXTS, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in TEXT_TOKENS])
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))

@@ -4,17 +4,27 @@ A sealed trace is its digest in hex, a newline, and the msgpack bytes of the Tra
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from steelyard.digests import digest_bytes
 from steelyard.errors import IntegrityError
-from steelyard.types import Trace
+from steelyard.types import EndReason, ToolRecord, Trace
 
 _ATTEMPT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _DIGEST_CHARS = 32
 _TRACE_DECODER = msgspec.msgpack.Decoder(Trace)
+
+
+class _SplicedTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """A Trace whose turns are encoded already; its bytes are those of the Trace."""
+
+    attempt_id: str
+    turns: tuple[msgspec.Raw, ...]
+    end_reason: EndReason
+    tools: tuple[ToolRecord, ...]
 
 
 class SealedTraces:
@@ -41,8 +51,20 @@ class SealedTraces:
         return decode_sealed(attempt_id, data, str(path))
 
 
-def encode_sealed(trace: Trace) -> tuple[bytes, str]:
-    """The bytes of a sealed trace, and the digest in them."""
+def splice_sealed(
+    attempt_id: str, turns: Sequence[memoryview], end_reason: EndReason, tools: tuple[ToolRecord, ...]
+) -> tuple[bytes, str]:
+    """The bytes of a sealed trace, and the digest in them.
+
+    Args:
+        turns: the msgpack bytes of each Turn, which go in as they are.
+    """
+    trace = _SplicedTrace(
+        attempt_id=attempt_id,
+        turns=tuple(msgspec.Raw(turn) for turn in turns),
+        end_reason=end_reason,
+        tools=tools,
+    )
     body = msgspec.msgpack.encode(trace)
     digest = digest_bytes(body)
     return digest.encode("ascii") + b"\n" + body, digest

@@ -11,27 +11,18 @@ An attempt's trace is sealed whole or thrown away; two attempts never share a fi
 sealed trace counts: the file here says to this process what it has sealed, and goes once the attempt is over.
 """
 
-import os
-import struct
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
-import msgspec
-import xxhash
-
 from steelyard.errors import IntegrityError, Refused
-from steelyard.traces.durable_writer import DurableWriter, FaultHook, no_fault, storage_failed
-from steelyard.traces.ledger import append_whole
+from steelyard.traces.durable_writer import DurableWriter, FaultHook, no_fault
 from steelyard.traces.objects import ObjectStore
-from steelyard.traces.sealed import SealedTraces, check_attempt_id, decode_sealed, encode_sealed, trace_path
+from steelyard.traces.open_traces import OpenTraces, TurnOutline
+from steelyard.traces.sealed import SealedTraces, check_attempt_id, decode_sealed, splice_sealed, trace_path
 from steelyard.types import EndReason, SealedTrace, ToolRecord, Trace, Turn
 
 ARCHIVE_PREFIX = "traces/"
 """Of the keys of sealed traces in an archive."""
-
-_FRAME = struct.Struct("<IQ")  # bytes of the payload, xxh3-64 of the payload
-_TURN_ENCODER = msgspec.msgpack.Encoder()
-_TURN_DECODER = msgspec.msgpack.Decoder(Turn)
 
 
 class TraceStore:
@@ -52,13 +43,12 @@ class TraceStore:
         before_seal: Callable[[], None] | None = None,
         archive: ObjectStore | None = None,
     ) -> None:
-        self._open = root / "open"
+        self._open = OpenTraces(root / "open")
         self._sealed = root / "sealed"
         self._fault = fault
         self._archive = archive
         self._reader = SealedTraces(root)
-        for directory in (self._open, self._sealed):
-            directory.mkdir(parents=True, exist_ok=True)
+        self._sealed.mkdir(parents=True, exist_ok=True)
         self._writer = DurableWriter(root / "tmp", "trace", fault, before_group=before_seal)
 
     def append(self, turn: Turn) -> int:
@@ -67,17 +57,7 @@ class TraceStore:
         Raises:
             StorageFailed: the disk refused; the open trace is as before.
         """
-        path = trace_path(self._open, turn.attempt_id)
-        frame = encode_frame(turn)
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        except OSError as error:
-            raise storage_failed(path, error) from error
-        try:
-            num_bytes_before = os.fstat(descriptor).st_size
-            append_whole(descriptor, path, frame, num_bytes_before)
-        finally:
-            os.close(descriptor)
+        num_bytes_before = self._open.append(turn)
         self._fault("trace:appended")
         return num_bytes_before
 
@@ -87,11 +67,7 @@ class TraceStore:
         Raises:
             StorageFailed: the disk refused.
         """
-        path = trace_path(self._open, attempt_id)
-        try:
-            os.truncate(path, num_bytes)
-        except OSError as error:
-            raise storage_failed(path, error) from error
+        self._open.retract(attempt_id, num_bytes)
 
     def open_turns(self, attempt_id: str) -> tuple[Turn, ...]:
         """Turns of the open trace in order, without a torn last frame; empty where there is no open trace.
@@ -99,12 +75,11 @@ class TraceStore:
         Raises:
             IntegrityError: a frame before the last one is damaged.
         """
-        path = trace_path(self._open, attempt_id)
-        return read_frames(path, path.read_bytes()) if path.exists() else ()
+        return self._open.turns(attempt_id)
 
     def open_attempts(self) -> tuple[str, ...]:
         """Attempts with an open trace; after a restart, those whose gateway died under them."""
-        return tuple(sorted(path.name for path in self._open.iterdir()))
+        return tuple(sorted(path.name for path in self._open.paths()))
 
     def sealed_attempts(self) -> tuple[str, ...]:
         """Attempts with a sealed trace."""
@@ -135,15 +110,15 @@ class TraceStore:
             trace, digest = decode_sealed(attempt_id, data, str(path))
             if (trace.end_reason, trace.tools) != (end_reason, tools):
                 raise Refused("double", f"{attempt_id} was sealed as {trace.end_reason}, and now as {end_reason}")
+            turns: Sequence[Turn | TurnOutline] = trace.turns
         else:
-            turns = self._whole_turns(attempt_id)
-            trace = Trace(attempt_id=attempt_id, turns=turns, end_reason=end_reason, tools=tools)
-            data, digest = encode_sealed(trace)
+            payloads, turns = self._whole_turns(attempt_id)
+            data, digest = splice_sealed(attempt_id, payloads, end_reason, tools)
             await self._writer.write(path, data)
         if self._archive is not None:
             await self._archive.put(archive_key(attempt_id), data)
-        trace_path(self._open, attempt_id).unlink(missing_ok=True)
-        return describe(trace, digest, bound_version)
+        self._open.remove(attempt_id)
+        return describe(attempt_id, turns, end_reason, digest, bound_version)
 
     async def read(self, attempt_id: str) -> tuple[Trace, str]:
         """The sealed trace and its digest, which was checked; from the archive once the file here is gone.
@@ -172,7 +147,9 @@ class TraceStore:
         Returns:
             The attempts of which something was deleted.
         """
-        return await self._writer.call(lambda: self._sweep(keep, now_s - min_age_s))
+        deleted = await self._writer.call(lambda: self._sweep(keep, now_s - min_age_s))
+        self._open.let_go(deleted)
+        return deleted
 
     async def forget(self, attempt_id: str) -> None:
         """Remove the file of a sealed trace that is in the archive, once its attempt is over.
@@ -186,6 +163,7 @@ class TraceStore:
     async def close(self) -> None:
         """Finish the sealing that was begun."""
         await self._writer.close()
+        self._open.close()
 
     async def _file(self, attempt_id: str) -> bytes | None:
         """The bytes of a sealed trace here; None where there are none, or none any more."""
@@ -195,16 +173,16 @@ class TraceStore:
         except FileNotFoundError:
             return None
 
-    def _whole_turns(self, attempt_id: str) -> tuple[Turn, ...]:
-        turns = self.open_turns(attempt_id)
+    def _whole_turns(self, attempt_id: str) -> tuple[tuple[memoryview, ...], tuple[TurnOutline, ...]]:
+        payloads, turns = self._open.payloads(attempt_id)
         indices = [turn.turn_index for turn in turns]
         if indices != list(range(len(turns))):
             raise IntegrityError(f"open trace {attempt_id} must hold turns 0..{len(turns) - 1}, but holds {indices}")
-        return turns
+        return payloads, turns
 
     def _sweep(self, keep: Set[str], before_s: float) -> tuple[str, ...]:
         deleted = set()
-        for path in (*self._open.iterdir(), *self._sealed.iterdir()):
+        for path in (*self._open.paths(), *self._sealed.iterdir()):
             if path.name not in keep and path.stat().st_mtime < before_s:
                 path.unlink()
                 deleted.add(path.name)
@@ -231,54 +209,28 @@ async def read_archived(archive: ObjectStore, attempt_id: str) -> tuple[Trace, s
     return decode_sealed(attempt_id, await archive.get(key), f"{archive.url}/{key}")
 
 
-def describe(trace: Trace, digest: str, bound_version: int) -> SealedTrace:
-    """What the coordinator keeps of ``trace``; ``mean_version`` is weighted by sampled tokens."""
-    num_tokens = sum(len(turn.token_ids) for turn in trace.turns)
-    versions = {span.version for turn in trace.turns for span in turn.version_spans} or {bound_version}
-    weighted = sum(num * version for turn in trace.turns for version, num in tokens_by_version(turn))
+def describe(
+    attempt_id: str, turns: Sequence[Turn | TurnOutline], end_reason: EndReason, digest: str, bound_version: int
+) -> SealedTrace:
+    """What the coordinator keeps of a trace; ``mean_version`` is weighted by sampled tokens."""
+    num_tokens = sum(len(turn.token_ids) for turn in turns)
+    versions = {span.version for turn in turns for span in turn.version_spans} or {bound_version}
+    weighted = sum(num * version for turn in turns for version, num in tokens_by_version(turn))
     return SealedTrace(
-        attempt_id=trace.attempt_id,
+        attempt_id=attempt_id,
         digest=digest,
-        num_turns=len(trace.turns),
+        num_turns=len(turns),
         num_tokens=num_tokens,
         oldest_version=min(versions),
         newest_version=max(versions),
         mean_version=weighted / num_tokens if num_tokens else float(bound_version),
-        num_segments=len({turn.segment_index for turn in trace.turns}),
-        end_reason=trace.end_reason,
+        num_segments=len({turn.segment_index for turn in turns}),
+        end_reason=end_reason,
     )
 
 
-def tokens_by_version(turn: Turn) -> tuple[tuple[int, int], ...]:
+def tokens_by_version(turn: Turn | TurnOutline) -> tuple[tuple[int, int], ...]:
     """(version, number of sampled tokens) of each span of a turn, in order."""
     starts = [span.start for span in turn.version_spans]
     ends = [*starts[1:], len(turn.token_ids)]
     return tuple((span.version, end - span.start) for span, end in zip(turn.version_spans, ends, strict=True))
-
-
-def encode_frame(turn: Turn) -> bytes:
-    """One turn as it stands in an open trace: length, checksum, msgpack."""
-    payload = _TURN_ENCODER.encode(turn)
-    return _FRAME.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
-
-
-def read_frames(path: Path, data: bytes) -> tuple[Turn, ...]:
-    """Decode the frames of an open trace; a last frame cut short by a crash is left out.
-
-    Raises:
-        IntegrityError: a frame that others follow is damaged.
-    """
-    turns = []
-    offset = 0
-    while offset + _FRAME.size <= len(data):
-        length, checksum = _FRAME.unpack_from(data, offset)
-        payload = data[offset + _FRAME.size : offset + _FRAME.size + length]
-        if len(payload) < length:
-            break
-        if xxhash.xxh3_64_intdigest(payload) != checksum:
-            if offset + _FRAME.size + length == len(data):
-                break
-            raise IntegrityError(f"{path} is damaged at byte {offset}: the frame's bytes do not match its checksum")
-        turns.append(_TURN_DECODER.decode(payload))
-        offset += _FRAME.size + length
-    return tuple(turns)

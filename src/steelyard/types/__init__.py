@@ -9,13 +9,14 @@ Conventions: token ids are ``int``; log-probabilities are natural logs; times ar
 Unix epoch (``_at_s``) or durations in seconds (``_s``); digests are xxh3-128 in hex.
 """
 
-from steelyard.types.attempts import ArtifactReport, AttemptBinding, AttemptFailure, Lease
+from steelyard.types.attempts import ArtifactReport, AttemptBinding, AttemptFailure, AttemptStanding, Lease
 from steelyard.types.generation import (
     ChatReply,
     ChatRequest,
     EngineStats,
     GenerateRequest,
     GenerateResult,
+    MustCall,
     TokenChunk,
     VersionSpan,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "ArtifactReport",
     "AttemptBinding",
     "AttemptFailure",
+    "AttemptStanding",
     "CallResult",
     "CallStatus",
     "ChatReply",
@@ -49,6 +51,7 @@ __all__ = [
     "Manifest",
     "Message",
     "MicroBatch",
+    "MustCall",
     "Outcome",
     "ParameterDigest",
     "Probe",

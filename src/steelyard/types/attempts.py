@@ -1,6 +1,6 @@
 """Leases, and what a harness reports of an attempt."""
 
-from steelyard.types.outcomes import Outcome, Purpose
+from steelyard.types.outcomes import EndReason, Outcome, Purpose
 from steelyard.types.record import Record
 from steelyard.types.tasks import Sampling
 from steelyard.types.traces import SealedTrace
@@ -27,6 +27,7 @@ class AttemptBinding(Record, frozen=True, kw_only=True):
     """What a live attempt may ask of the policy. ``deadline_at_s`` ends its last model call.
 
     ``follows_updates``: ``policy_version`` is the oldest version that may sample for it; weights may change under it.
+    ``max_turns``: recorded model calls, whoever makes them; None: no limit.
     """
 
     policy_version: int
@@ -34,6 +35,19 @@ class AttemptBinding(Record, frozen=True, kw_only=True):
     max_context_tokens: int
     deadline_at_s: float
     follows_updates: bool = False
+    max_turns: int | None = None
+
+
+class AttemptStanding(Record, frozen=True, kw_only=True):
+    """How far an attempt's model calls have come, as the gateway saw them.
+
+    ``limit`` is the limit on the policy that a call met (``max_turns`` or ``context_full``), ``failure`` says why the
+    newest call failed, where that was the system's doing.
+    """
+
+    num_turns: int = 0
+    limit: EndReason | None = None
+    failure: str | None = None
 
 
 class AttemptFailure(Record, frozen=True, kw_only=True):

@@ -5,11 +5,19 @@ from steelyard.types.record import Record
 from steelyard.types.tasks import Message, Sampling, ToolSpec
 
 
+class MustCall(Record, frozen=True, kw_only=True):
+    """The reply is to begin with a call, of ``tool``, or of any where it is None."""
+
+    tool: str | None = None
+
+
 class ChatRequest(Record, frozen=True, kw_only=True):
     """One model call as a harness asks for it.
 
     ``max_tokens`` and ``seed`` are wishes: the attempt's binding bounds the first and, where it has a
     seed, overrides the second. ``stop`` are strings that end the text and are cut from it.
+    ``must_call``: the beginning of a call is written into the prompt, and the policy goes on from there.
+    ``single_call``: the reply ends with the first call.
     """
 
     messages: tuple[Message, ...]
@@ -17,6 +25,8 @@ class ChatRequest(Record, frozen=True, kw_only=True):
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    must_call: MustCall | None = None
+    single_call: bool = False
 
 
 class ChatReply(Record, frozen=True, kw_only=True):

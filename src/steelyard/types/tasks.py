@@ -15,13 +15,18 @@ class ToolCall(Record, frozen=True, kw_only=True):
 
 
 class Message(Record, frozen=True, kw_only=True):
-    """One chat message. ``content`` is None only for an assistant message with tool calls."""
+    """One chat message. ``content`` is None only for an assistant message with tool calls, or one whose reasoning
+    was cut off before its end.
+
+    ``reasoning``: what an assistant thought before it spoke, without the marks around it.
+    """
 
     role: str
     content: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning: str | None = None
 
 
 class ToolSpec(Record, frozen=True, kw_only=True):

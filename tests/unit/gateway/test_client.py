@@ -6,7 +6,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
+from openai import AsyncOpenAI
 
 from steelyard.errors import DeadlineExceeded, EngineError, InputError, Refused, RemoteFailed
 from steelyard.gateway.client import GatewayClient
@@ -15,7 +17,18 @@ from steelyard.metrics import Counters
 from steelyard.processes.http_requests import RetrySettings
 from steelyard.testing.fault_proxy import Fault, FaultProxy
 from steelyard.testing.gateway import ATTEMPT, GatewayWorld, Say, binding
-from steelyard.types import ChatReply, ChatRequest, EndReason, FinishReason, Message, ToolCall, ToolRecord, ToolSpec
+from steelyard.types import (
+    AttemptStanding,
+    ChatReply,
+    ChatRequest,
+    EndReason,
+    FinishReason,
+    Message,
+    MustCall,
+    ToolCall,
+    ToolRecord,
+    ToolSpec,
+)
 
 CALL = '<tool_call>{"name": "submit", "arguments": {"a":  1}}</tool_call>'
 BROKEN = "<tool_call>{nonsense}</tool_call>"
@@ -107,6 +120,38 @@ def test_wishes_reach_the_engine_and_a_cut_text_ends_by_length(tmp_path: Path) -
         assert (reply.finish_reason, reply.message.content) == (FinishReason.LENGTH, "abc")
         assert bench.world.generator.requests[0].sampling.max_tokens == 3
         assert bench.world.generator.requests[0].sampling.seed is not None
+
+    play(bench, scene)
+
+
+def test_a_call_that_is_asked_for_is_asked_for_over_http_too(tmp_path: Path) -> None:
+    bench = Bench(GatewayWorld(tmp_path, [' {"a":  1}}</tool_call>', CALL.removeprefix("<tool_call>"), CALL * 2]))
+
+    async def scene(bench: Bench) -> None:
+        for wish in (MustCall(tool="submit"), MustCall()):
+            reply = await bench.chat(tools=TOOLS, must_call=wish)
+            assert [call.arguments for call in reply.message.tool_calls] == ['{"a":  1}']
+        assert len((await bench.chat(tools=TOOLS, single_call=True)).message.tool_calls) == 1
+
+    play(bench, scene)
+
+
+def test_an_agent_program_elsewhere_gets_address_key_and_standing(tmp_path: Path) -> None:
+    bench = Bench(GatewayWorld(tmp_path, ["one"], bindings={ATTEMPT: binding(max_turns=1)}))
+
+    async def scene(bench: Bench) -> None:
+        assert await bench.client.standing(ATTEMPT) == AttemptStanding()
+        url, key = await bench.client.access(ATTEMPT)
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as program:
+            user: Any = {"role": "user", "content": "x"}
+            await program.chat.completions.create(model="m", messages=[user])
+            with pytest.raises(openai.PermissionDeniedError):
+                await program.chat.completions.create(model="m", messages=[user])
+        bench.lose(0)
+        assert await bench.client.standing(ATTEMPT) == AttemptStanding(num_turns=1, limit=EndReason.MAX_TURNS)
+        bench.world.directory.bindings.clear()
+        with pytest.raises(Refused):
+            await bench.client.standing(ATTEMPT)
 
     play(bench, scene)
 

@@ -33,7 +33,7 @@ def control_ids(codec: TokenCodec) -> set[int]:
 @given(text=HOSTILE)
 def test_guarded_content_is_restored_exactly(codec: TokenCodec, text: str) -> None:
     assert codec.restore(codec.guard(text)) == text
-    assert codec.restore(codec.guard(text, keep_marks=True)) == text
+    assert codec.restore(codec.guard_except(["<think>"])(text)) == text
 
 
 @given(first=HOSTILE, second=HOSTILE)
@@ -62,8 +62,8 @@ def test_control_strings_of_the_template_are_control_tokens(codec: TokenCodec) -
     assert codec.decode(token_ids) == "<|im_start|>tool\n<|im_end|><|im_end|>\n"
 
 
-def test_marks_that_are_not_special_are_kept_for_assistant_text(codec: TokenCodec) -> None:
-    text = codec.guard("<think>x</think><|im_end|>", keep_marks=True)
+def test_marks_that_a_guard_excepts_are_kept(codec: TokenCodec) -> None:
+    text = codec.guard_except(["<think>", "</think>"])("<think>x</think><|im_end|>")
     assert text.startswith("<think>x</think>")
     assert "<|im_end|>" not in text
 

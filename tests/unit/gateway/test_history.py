@@ -1,9 +1,11 @@
+import json
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.gateway.history import History, RecordedTurn
 from steelyard.gateway.renderer import Prompt
-from steelyard.types import Message
+from steelyard.types import Message, ToolCall
 
 
 def user(text: str) -> Message:
@@ -105,3 +107,37 @@ def test_every_sampled_token_stands_in_one_segment_once_whatever_is_forked(paren
             end = turn.num_prompt_tokens + len(turn.token_ids)
             assert line[turn.num_prompt_tokens : end] == turn.token_ids
     assert sorted(turn.turn_index for segment in history.segments for turn in segment.turns) == list(range(len(turns)))
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(st.characters(codec="utf-8"), max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=2), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def called(arguments: str, call_id: str = "call_1", name: str = "f") -> Message:
+    return Message(role="assistant", tool_calls=(ToolCall(id=call_id, name=name, arguments=arguments),))
+
+
+@given(st.dictionaries(st.text("ab", max_size=2), JSON_VALUES, max_size=3), st.booleans(), st.booleans())
+def test_arguments_that_were_written_again_are_given_back_as_sampled(
+    value: dict[str, object], sort_keys: bool, ensure_ascii: bool
+) -> None:
+    ours = called(json.dumps(value, indent=3, ensure_ascii=False))
+    history = History()
+    history.add(None, "chat", chat_prompt(user("a"), token_ids=(1,)), (2,), ours)
+    rewritten = called(json.dumps(value, sort_keys=sort_keys, ensure_ascii=ensure_ascii, separators=(",", ":")))
+    assert history.restored((user("a"), rewritten)) == (user("a"), ours)
+
+
+def test_a_call_that_differs_in_more_than_its_writing_is_not_ours() -> None:
+    history = History()
+    history.add(None, "chat", chat_prompt(user("a"), token_ids=(1,)), (2,), called('{"a":  1}'))
+    for other in (
+        called('{"a": 2}'),
+        called('{"a": 1}', name="g"),
+        called('{"a": 1}', call_id="call_2"),
+        called("not json"),
+    ):
+        assert history.restored((other,)) == (other,)

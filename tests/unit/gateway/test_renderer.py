@@ -27,9 +27,9 @@ KEEPS_LAST_ASSISTANT = CHATML.replace(
 MERGES_TOOLS = CHATML.replace("BODY", "m.content").replace(
     "<|im_end|>\n{% endfor", "{% if m.role != 'tool' or loop.last %}<|im_end|>\n{% endif %}{% endfor"
 )
-LLAMA = """{%- for m in messages %}<|im_start|>{{ m.role }}<|im_end|>
+UNASKED = """{%- for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}<|im_end|>
 
-{{ m.content | trim }}<|endoftext|>{% endfor %}"""
+{% endif %}{{ m.content | trim }}<|endoftext|>{% endfor %}"""
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +43,15 @@ def with_template(renderer: Renderer, source: str) -> Renderer:
 
 def said(renderer: Renderer, prompt: Prompt, text: str, *, ends: bool = True) -> PreviousTurn:
     token_ids = (*renderer.codec.encode(text), *([renderer.end_of_turn_id] if ends else []))
-    return PreviousTurn(prompt=prompt, token_ids=token_ids, reply=Message(role="assistant", content=text))
+    read = renderer.reader.read(text, lambda: "", reads_calls=False, is_open=False)
+    reply = Message(role="assistant", content=read.content, reasoning=read.reasoning)
+    return PreviousTurn(prompt=prompt, token_ids=token_ids, reply=reply)
 
 
 def test_the_next_prompt_is_the_previous_one_the_sampled_tokens_and_the_rest(renderer: Renderer) -> None:
     first = renderer.first_prompt((USER,), (TOOL,))
     turn = said(renderer, first, "I look.")
-    extension = renderer.extend(turn, (USER, turn.reply, Message(role="tool", content="ok")), (TOOL,))
+    extension = renderer.extend(turn, (Message(role="tool", content="ok"),), (TOOL,))
     assert extension.break_reason is None
     known = (*first.token_ids, *turn.token_ids)
     assert extension.prompt.token_ids[: len(known)] == known
@@ -59,7 +61,7 @@ def test_the_next_prompt_is_the_previous_one_the_sampled_tokens_and_the_rest(ren
 
 def test_an_end_of_turn_that_was_not_sampled_is_added(renderer: Renderer) -> None:
     turn = said(renderer, renderer.first_prompt((USER,), ()), "cut", ends=False)
-    prompt = renderer.extend(turn, (USER, turn.reply, USER), ()).prompt
+    prompt = renderer.extend(turn, (USER,), ()).prompt
     assert renderer.codec.decode(prompt.token_ids) == (
         "<|im_start|>user\nRepair it.<|im_end|>\n<|im_start|>assistant\ncut<|im_end|>\n"
         "<|im_start|>user\nRepair it.<|im_end|>\n<|im_start|>assistant\n"
@@ -72,7 +74,7 @@ def test_another_stop_token_that_was_sampled_is_kept_and_none_is_added(renderer:
     both = Renderer(renderer.codec, ChatTemplate(CHATML.replace("BODY", "m.content")), stop_token_ids=[other])
     turn = said(both, both.first_prompt((USER,), ()), "x", ends=False)
     turn = msgspec.structs.replace(turn, token_ids=(*turn.token_ids, other))
-    prompt = both.extend(turn, (USER, turn.reply, USER), ()).prompt
+    prompt = both.extend(turn, (USER,), ()).prompt
     assert "x<|endoftext|>\n<|im_start|>user" in both.codec.decode(prompt.token_ids)
 
 
@@ -83,7 +85,7 @@ def test_a_conversation_of_any_texts_stays_one_token_prefix(renderer: Renderer, 
     for text in texts:
         turn = said(renderer, prompt, text, ends=ends)
         messages = (*messages, turn.reply, Message(role="tool", content=text))
-        extension = renderer.extend(turn, messages, (TOOL,))
+        extension = renderer.extend(turn, messages[-1:], (TOOL,))
         assert extension.break_reason is None
         known = (*prompt.token_ids, *turn.token_ids)
         assert extension.prompt.token_ids[: len(known)] == known
@@ -103,18 +105,18 @@ def test_a_template_that_rewrites_our_messages_starts_a_new_segment(renderer: Re
     for _ in range(2):
         turn = said(stripping, prompt, "<think>hm</think>yes")
         messages = (*messages, turn.reply, USER)
-        extension = stripping.extend(turn, messages, ())
+        extension = stripping.extend(turn, messages[-1:], ())
         reasons.append(extension.break_reason)
         prompt = extension.prompt
         if extension.break_reason is not None:
             assert prompt == stripping.first_prompt(messages, ())
-    assert set(reasons) & {"reply_changed", "history_changed"}
+    assert set(reasons) & {"reasoning_dropped", "history_changed"}
 
 
 def test_other_tools_start_a_new_segment(renderer: Renderer) -> None:
     turn = said(renderer, renderer.first_prompt((USER,), (TOOL,)), "x")
     other = msgspec.structs.replace(TOOL, name="other")
-    extension = renderer.extend(turn, (USER, turn.reply, USER), (other,))
+    extension = renderer.extend(turn, (USER,), (other,))
     assert extension.break_reason == "history_changed"
     assert extension.prompt == renderer.first_prompt((USER, turn.reply, USER), (other,))
 
@@ -122,44 +124,50 @@ def test_other_tools_start_a_new_segment(renderer: Renderer) -> None:
 def test_neighbouring_tool_messages_are_rendered_as_the_template_says(renderer: Renderer) -> None:
     tools = (Message(role="tool", content="one"), Message(role="tool", content="two"))
     turn = said(renderer, renderer.first_prompt((USER,), ()), "x")
-    apart = renderer.extend(turn, (USER, turn.reply, *tools), ()).prompt
+    apart = renderer.extend(turn, tools, ()).prompt
     assert "<|im_start|>tool\none<|im_end|>\n<|im_start|>tool\ntwo<|im_end|>" in renderer.codec.decode(apart.token_ids)
     merging = with_template(renderer, MERGES_TOOLS)
     turn = said(merging, merging.first_prompt((USER,), ()), "x")
-    merged = merging.extend(turn, (USER, turn.reply, *tools), ())
+    merged = merging.extend(turn, tools, ())
     assert merged.break_reason is None
     assert "<|im_start|>tool\none<|im_start|>tool\ntwo<|im_end|>" in renderer.codec.decode(merged.prompt.token_ids)
 
 
 def test_a_template_without_generation_prompt_and_newline_works_too(renderer: Renderer) -> None:
-    llama = with_template(renderer, LLAMA)
-    assert llama.end_of_turn_id == renderer.codec.token_id("<|endoftext|>")
-    turn = said(llama, llama.first_prompt((USER,), ()), " padded ")
-    extension = llama.extend(turn, (USER, turn.reply, USER), ())
+    unasked = with_template(renderer, UNASKED)
+    assert unasked.end_of_turn_id == renderer.codec.token_id("<|endoftext|>")
+    turn = said(unasked, unasked.first_prompt((USER,), ()), " padded ")
+    extension = unasked.extend(turn, (USER,), ())
     assert extension.break_reason is None
     assert renderer.codec.decode(extension.prompt.token_ids).endswith(
         " padded <|endoftext|><|im_start|>user<|im_end|>\n\nRepair it.<|endoftext|>"
     )
 
 
+def test_a_template_that_heads_our_message_in_another_way_than_it_asked_for_it_starts_a_new_segment(
+    renderer: Renderer,
+) -> None:
+    asks_not = with_template(renderer, CHATML.replace("BODY", "m.content").replace("add_generation_prompt", "false"))
+    turn = said(asks_not, asks_not.first_prompt((USER,), ()), "x")
+    assert asks_not.extend(turn, (USER,), ()).break_reason == "reply_changed"
+    thinks = with_template(renderer, CHATML.replace("BODY", "m.content").replace("assistant\n", "assistant\n<think>\n"))
+    turn = said(thinks, thinks.first_prompt((USER,), ()), "x")
+    assert thinks.extend(turn, (USER,), ()).break_reason == "prompt_changed"
+
+
 def test_a_template_that_does_not_end_our_message_starts_a_new_segment(renderer: Renderer) -> None:
     source = CHATML.replace("BODY", "m.content").replace(
-        "<|im_end|>\n{% endfor", "{% if m.content != 'open' %}<|im_end|>{% endif %}\n{% endfor"
+        "<|im_end|>\n{% endfor", "{% if m.content not in texts %}<|im_end|>{% endif %}\n{% endfor"
     )
-    open_ended = with_template(renderer, source)
-    turn = said(open_ended, open_ended.first_prompt((USER,), ()), "open")
-    assert open_ended.extend(turn, (USER, turn.reply, USER), ()).break_reason == "no_end_of_turn"
+    for texts, reason in (("['open', 'Repair it.']", "no_end_of_turn"), ("['open']", "reply_changed")):
+        open_ended = with_template(renderer, source.replace("texts", texts))
+        turn = said(open_ended, open_ended.first_prompt((USER,), ()), "open")
+        assert open_ended.extend(turn, (USER,), ()).break_reason == reason
 
 
 def test_a_template_without_an_end_of_turn_is_refused(renderer: Renderer) -> None:
     with pytest.raises(InputError, match="must end an assistant message"):
         with_template(renderer, "{% for m in messages %}{{ m.content }}\n{% endfor %}")
-
-
-def test_messages_that_do_not_begin_with_the_previous_turn_are_refused(renderer: Renderer) -> None:
-    turn = said(renderer, renderer.first_prompt((USER,), ()), "x")
-    with pytest.raises(InputError, match="must begin with"):
-        renderer.extend(turn, (USER, Message(role="assistant", content="y"), USER), ())
 
 
 def test_control_strings_anywhere_in_a_request_stay_text(renderer: Renderer) -> None:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from steelyard.errors import DeadlineExceeded, EngineError, InputError, Refused
-from steelyard.gateway.service import GatewayLimits, Overloaded, normal_messages
+from steelyard.gateway.service import GatewayLimits, Overloaded, TextRequest, normal_messages
 from steelyard.testing.gateway import ATTEMPT, GatewayWorld, Say, binding
 from steelyard.testing.manual_clock import ManualClock
 from steelyard.types import (
@@ -331,10 +331,10 @@ def test_a_prompt_as_text_extends_the_tokens_of_the_one_before(tmp_path: Path) -
     world = GatewayWorld(tmp_path, ["forty\nObservation: x", "two", "new"])
 
     async def scenario() -> None:
-        first = await world.gateway.complete_prompt(ATTEMPT, "Question\n", stop=("\nObs",))
+        first = await world.gateway.complete_prompt(ATTEMPT, TextRequest(prompt="Question\n", stop=("\nObs",)))
         assert first.reply.message.content == "forty"
-        second = await world.gateway.complete_prompt(ATTEMPT, "Question\nforty\nObservation: 3\n")
-        await world.gateway.complete_prompt(ATTEMPT, "Other\n")
+        second = await world.gateway.complete_prompt(ATTEMPT, TextRequest(prompt="Question\nforty\nObservation: 3\n"))
+        await world.gateway.complete_prompt(ATTEMPT, TextRequest(prompt="Other\n"))
         assert first.turn is not None
         assert second.turn is not None
         known = (*first.turn.prompt_token_ids, *first.turn.token_ids)
@@ -349,10 +349,10 @@ def test_a_prompt_as_tokens_is_taken_as_it_is(tmp_path: Path) -> None:
     world = GatewayWorld(tmp_path, ["a", "b"])
 
     async def scenario() -> None:
-        first = await world.gateway.complete_prompt(ATTEMPT, (1, 300, 301))
+        first = await world.gateway.complete_prompt(ATTEMPT, TextRequest(prompt=(1, 300, 301)))
         assert first.turn is not None
         longer = (1, 300, 301, *first.turn.token_ids, 302)
-        await world.gateway.complete_prompt(ATTEMPT, longer)
+        await world.gateway.complete_prompt(ATTEMPT, TextRequest(prompt=longer))
         assert [turn.prompt_token_ids for turn in turns(world)] == [(1, 300, 301), longer]
         assert [turn.segment_index for turn in turns(world)] == [0, 0]
 
@@ -384,7 +384,7 @@ def test_a_prompt_that_is_empty_or_holds_no_token_ids_is_bad_input(tmp_path: Pat
     async def scenario() -> None:
         for prompt in ("", (), (-1, 3), (3, 1 << 20)):
             with pytest.raises(InputError, match="prompt must"):
-                await world.gateway.complete_prompt(ATTEMPT, prompt)
+                await world.gateway.complete_prompt(ATTEMPT, TextRequest(prompt=prompt))
 
     run(world, scenario())
 

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from steelyard.errors import DeadlineExceeded, EngineError, SandboxLost
-from steelyard.harness.chat_loop import MAX_CALLS_PER_TURN, ChatLoop, LoopResult
+from steelyard.harness.base import LoopResult
+from steelyard.harness.chat_loop import MAX_CALLS_PER_TURN, ChatLoop
 from steelyard.testing.harness import FakeClock, MemorySandbox, ScriptedChat, calls, make_reply
 from steelyard.types import (
     ChatReply,
@@ -69,6 +70,9 @@ class ToySession:
 
     def turn_ended(self) -> None:
         self.num_turns += 1
+
+    async def submit(self, sandbox: Any, answer: str) -> None:
+        raise AssertionError("the loop calls tools")
 
     def artifact(self) -> bytes:
         return b""

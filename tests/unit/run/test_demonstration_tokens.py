@@ -22,6 +22,7 @@ def turn_by_turn(renderer: Renderer, demonstration: Demonstration) -> TokenSeque
     """As the gateway does it: each prompt extends the tokens of the turn before it."""
     messages = demonstration.messages
     previous: PreviousTurn | None = None
+    known = 0
     token_ids: tuple[int, ...] = ()
     spans: list[tuple[int, int]] = []
     for index, message in enumerate(messages):
@@ -30,7 +31,7 @@ def turn_by_turn(renderer: Renderer, demonstration: Demonstration) -> TokenSeque
         if previous is None:
             prompt = renderer.first_prompt(messages[:index], demonstration.tools)
         else:
-            extension = renderer.extend(previous, messages[:index], demonstration.tools)
+            extension = renderer.extend(previous, messages[known:index], demonstration.tools)
             assert extension.break_reason is None
             prompt = extension.prompt
         said = message.content or "".join(
@@ -40,7 +41,7 @@ def turn_by_turn(renderer: Renderer, demonstration: Demonstration) -> TokenSeque
         sampled = tuple(renderer.codec.encode(said + IM_END, is_start=False))
         spans.append((len(prompt.token_ids), len(prompt.token_ids) + len(sampled)))
         token_ids = prompt.token_ids + sampled
-        previous = PreviousTurn(prompt=prompt, token_ids=sampled, reply=message)
+        previous, known = PreviousTurn(prompt=prompt, token_ids=sampled, reply=message), index + 1
     mask = [0] * len(token_ids)
     for start, stop in spans:
         mask[start:stop] = [1] * (stop - start)

@@ -17,7 +17,8 @@ from steelyard.errors import IntegrityError, Refused, StorageFailed
 from steelyard.testing.traces import make_turn
 from steelyard.traces.durable_writer import WRITE_POINTS
 from steelyard.traces.local_objects import LocalObjects
-from steelyard.traces.store import TraceStore, encode_frame, read_archived, read_frames, tokens_by_version
+from steelyard.traces.open_traces import encode_frame, read_frames
+from steelyard.traces.store import TraceStore, read_archived, tokens_by_version
 from steelyard.types import EndReason, ToolRecord, Trace, VersionSpan
 
 TOOLS = (ToolRecord(tool_call_id="call_1", turn_index=0, name="submit", outcome="ok", latency_s=0.01),)

@@ -6,26 +6,19 @@ attempt's binding says how to sample (see ``gateway.service``). Parameters that 
 ``metadata``, ``store``, ...) are accepted and ignored.
 """
 
-import re
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
-from steelyard.types import ChatRequest, Message, ToolCall, ToolSpec
+from steelyard.gateway.dialects.base import Asked, Desk, decode_body, refuse_given
+from steelyard.gateway.dialects.openai_replies import ChatReplies, TextReplies, Wanted
+from steelyard.gateway.failures import Failure, bad_request
+from steelyard.gateway.service import TextRequest
+from steelyard.types import ChatRequest, Message, MustCall, ToolCall, ToolSpec
 
-_UNKNOWN_FIELD = re.compile(r"unknown field `(?P<name>[^`]*)`")
-_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _TEXT_PARTS = ("text", "refusal")
 _MAX_STOPS = 4
-
-
-class BadRequest(Exception):
-    """A request that OpenAI would answer with status 400. ``param`` and ``code`` go into the error object."""
-
-    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
-        self.param = param
-        self.code = code
-        super().__init__(message)
+_MAX_CHOICES = 128
 
 
 class Part(msgspec.Struct):
@@ -58,6 +51,7 @@ class MessageIn(msgspec.Struct):
     name: str | None = None
     tool_calls: list[ToolCallIn] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
 
 class FunctionSpec(msgspec.Struct):
@@ -112,6 +106,7 @@ class ChatBody(_Common, forbid_unknown_fields=True, kw_only=True):
     modalities: list[str] | None = None
     audio: Any = None
     prediction: Any = None
+    moderation: Any = None
     functions: Any = None
     function_call: Any = None
     web_search_options: Any = None
@@ -120,6 +115,8 @@ class ChatBody(_Common, forbid_unknown_fields=True, kw_only=True):
     service_tier: Any = None
     store: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
     safety_identifier: Any = None
 
 
@@ -133,144 +130,167 @@ class CompletionBody(_Common, forbid_unknown_fields=True, kw_only=True):
     best_of: int | None = None
 
 
-Body = TypeVar("Body", ChatBody, CompletionBody)
 _CHAT = msgspec.json.Decoder(ChatBody)
 _COMPLETION = msgspec.json.Decoder(CompletionBody)
 
 
-def read_chat(data: bytes) -> ChatBody:
-    """Decode and check the body of a chat request.
+def read_chat(data: bytes, desk: Desk) -> Asked:
+    """What the body of a chat request asks for: one job for each of ``n`` choices.
 
     Raises:
-        BadRequest: it is not one, or asks for what cannot be honoured.
+        Failure: it is no such body, or asks for what cannot be honoured.
     """
-    body = _decode(_CHAT, data)
+    body = decode_body(_CHAT, data, _unknown)
     _refuse_common(body)
-    _refuse_given(
+    refuse_given(
         audio=body.audio,
         prediction=body.prediction,
         functions=body.functions,
         function_call=body.function_call,
         web_search_options=body.web_search_options,
+        moderation=body.moderation,
     )
     if body.top_logprobs is not None and not body.logprobs:
-        raise BadRequest("top_logprobs requires logprobs to be true", "top_logprobs")
+        raise bad_request("top_logprobs requires logprobs to be true", "top_logprobs")
     if body.top_logprobs:
-        raise BadRequest("top_logprobs must be 0: only the sampled token's log-probability is kept", "top_logprobs")
+        raise bad_request("top_logprobs must be 0: only the sampled token's log-probability is kept", "top_logprobs")
     if body.modalities not in (None, ["text"]):
-        raise BadRequest(f"modalities must be ['text'], not {body.modalities}", "modalities")
+        raise bad_request(f"modalities must be ['text'], not {body.modalities}", "modalities")
     if body.response_format is not None and body.response_format.get("type") != "text":
-        raise BadRequest("response_format must be of type text: sampling is not constrained", "response_format")
-    if body.tool_choice not in (None, "auto", "none"):
-        raise BadRequest("tool_choice must be auto or none: sampling is not constrained", "tool_choice")
-    return body
+        raise bad_request("response_format must be of type text: sampling is not constrained", "response_format")
+    desk.models.check(body.model)
+    jobs = (chat_request(body),) * (body.n or 1)
+    replies = ChatReplies(_wanted(body, desk, logprobs=bool(body.logprobs)), desk)
+    return Asked(jobs=jobs, stream=bool(body.stream), replies=replies)
 
 
-def read_completion(data: bytes) -> CompletionBody:
-    """Decode and check the body of a plain completion request.
+def read_completion(data: bytes, desk: Desk) -> Asked:
+    """What the body of a plain completion request asks for: ``n`` jobs for each prompt.
 
     Raises:
-        BadRequest: it is not one, or asks for what cannot be honoured.
+        Failure: it is no such body, or asks for what cannot be honoured.
     """
-    body = _decode(_COMPLETION, data)
+    body = decode_body(_COMPLETION, data, _unknown)
     _refuse_common(body)
-    _refuse_given(suffix=body.suffix)
+    refuse_given(suffix=body.suffix)
     if body.echo:
-        raise BadRequest("echo must be false", "echo")
-    if body.best_of not in (None, 1):
-        raise BadRequest(f"best_of must be 1, not {body.best_of}", "best_of")
+        raise bad_request("echo must be false", "echo")
+    if body.best_of not in (None, body.n or 1):
+        raise bad_request(f"best_of must be n, not {body.best_of}: all that is sampled is returned", "best_of")
     if body.logprobs:
-        raise BadRequest("logprobs must be 0: only the sampled token's log-probability is kept", "logprobs")
-    return body
+        raise bad_request("logprobs must be 0: only the sampled token's log-probability is kept", "logprobs")
+    desk.models.check(body.model)
+    jobs = tuple(
+        TextRequest(prompt=prompt, max_tokens=body.max_tokens, stop=stops(body), seed=body.seed)
+        for prompt in prompts(body)
+        for _ in range(body.n or 1)
+    )
+    replies = TextReplies(_wanted(body, desk, logprobs=body.logprobs is not None), desk)
+    return Asked(jobs=jobs, stream=bool(body.stream), replies=replies)
 
 
 def chat_request(body: ChatBody) -> ChatRequest:
     """The chat request that a body means.
 
     Raises:
-        BadRequest: a message holds what cannot be shown to the policy.
+        Failure: a message holds what cannot be shown to the policy.
     """
-    has_tools = body.tools and body.tool_choice != "none"
+    tools = tuple(_tool(tool) for tool in body.tools or ())
+    choice = _tool_choice(body.tool_choice, tools)
     return ChatRequest(
         messages=tuple(_message(index, message) for index, message in enumerate(body.messages)),
-        tools=tuple(_tool(tool) for tool in body.tools or ()) if has_tools else (),
+        tools=() if choice == "none" else tools,
+        must_call=choice if isinstance(choice, MustCall) else None,
+        single_call=body.parallel_tool_calls is False,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         stop=stops(body),
         seed=body.seed,
     )
 
 
-def single_prompt(body: CompletionBody) -> str | tuple[int, ...]:
-    """The one prompt of a plain completion request.
+def _tool_choice(value: Any, tools: tuple[ToolSpec, ...]) -> MustCall | Literal["auto", "none"]:
+    """What ``tool_choice`` asks for: a word, or a function by its name."""
+    if value in (None, "auto"):
+        return "auto"
+    if value == "none":
+        return "none"
+    if value == "required":
+        if not tools:
+            raise bad_request("tool_choice required needs tools", "tool_choice")
+        return MustCall()
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if name is None:
+        raise bad_request("tool_choice must be auto, none, required or a function", "tool_choice")
+    if name not in {tool.name for tool in tools}:
+        raise bad_request(f"tool_choice names {name!r}, which is not among the tools", "tool_choice")
+    return MustCall(tool=name)
+
+
+def prompts(body: CompletionBody) -> tuple[str | tuple[int, ...], ...]:
+    """The prompts of a plain completion request: a text, token ids, or a list of either.
 
     Raises:
-        BadRequest: there is not exactly one.
+        Failure: there is none, or the list mixes them.
     """
     prompt = body.prompt
     if isinstance(prompt, str):
-        return prompt
-    if len(prompt) == 1 and isinstance(prompt[0], str):
-        return prompt[0]
-    if len(prompt) == 1 and isinstance(prompt[0], list):
-        return tuple(prompt[0])
-    token_ids = tuple(token for token in prompt if isinstance(token, int))
-    if not token_ids or len(token_ids) != len(prompt):
-        raise BadRequest("prompt must be one text or one list of token ids", "prompt")
-    return token_ids
+        return (prompt,)
+    texts = tuple(entry for entry in prompt if isinstance(entry, str))
+    if texts and len(texts) == len(prompt):
+        return texts
+    token_ids = tuple(entry for entry in prompt if isinstance(entry, int))
+    if token_ids and len(token_ids) == len(prompt):
+        return (token_ids,)
+    lists = tuple(tuple(entry) for entry in prompt if isinstance(entry, list))
+    if lists and len(lists) == len(prompt):
+        return lists
+    raise bad_request("prompt must be a text, a list of token ids, or a list of texts or of such lists", "prompt")
 
 
 def stops(body: ChatBody | CompletionBody) -> tuple[str, ...]:
     """Stop strings.
 
     Raises:
-        BadRequest: one is empty, or there are more than four.
+        Failure: one is empty, or there are more than four.
     """
     found = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if len(found) > _MAX_STOPS or not all(found):
-        raise BadRequest(f"stop must be at most {_MAX_STOPS} strings, none of them empty", "stop")
+        raise bad_request(f"stop must be at most {_MAX_STOPS} strings, none of them empty", "stop")
     return found
 
 
-def _decode(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:
-    try:
-        return decoder.decode(data)
-    except msgspec.ValidationError as error:
-        raise _validation(str(error)) from error
-    except msgspec.DecodeError as error:
-        raise BadRequest(f"We could not parse the JSON body of your request: {error}") from error
+def _unknown(name: str) -> Failure:
+    return bad_request(f"Unrecognized request argument supplied: {name}", name, "unknown_parameter")
 
 
-def _validation(text: str) -> BadRequest:
-    unknown = _UNKNOWN_FIELD.search(text)
-    if unknown is not None:
-        name = unknown["name"]
-        return BadRequest(f"Unrecognized request argument supplied: {name}", name, "unknown_parameter")
-    path = _PATH.search(text)
-    return BadRequest(text, None if path is None else path["path"], "invalid_type")
+def _wanted(body: ChatBody | CompletionBody, desk: Desk, *, logprobs: bool) -> Wanted:
+    options = body.stream_options
+    return Wanted(
+        model=body.model,
+        created_s=int(desk.now_s),
+        num_choices=body.n or 1,
+        logprobs=logprobs,
+        usage=options is not None and bool(options.include_usage),
+    )
 
 
 def _refuse_common(body: ChatBody | CompletionBody) -> None:
-    if body.n not in (None, 1):
-        raise BadRequest(f"n must be 1, not {body.n}: every model call is one recorded turn", "n")
+    if body.n is not None and not 1 <= body.n <= _MAX_CHOICES:
+        raise bad_request(f"n must be from 1 to {_MAX_CHOICES}, not {body.n}", "n")
     if body.frequency_penalty:
-        raise BadRequest("frequency_penalty must be 0: it would change what is sampled", "frequency_penalty")
+        raise bad_request("frequency_penalty must be 0: it would change what is sampled", "frequency_penalty")
     if body.presence_penalty:
-        raise BadRequest("presence_penalty must be 0: it would change what is sampled", "presence_penalty")
+        raise bad_request("presence_penalty must be 0: it would change what is sampled", "presence_penalty")
     if body.logit_bias:
-        raise BadRequest("logit_bias must be empty: it would change what is sampled", "logit_bias")
+        raise bad_request("logit_bias must be empty: it would change what is sampled", "logit_bias")
     if body.stream_options is not None and not body.stream:
-        raise BadRequest("stream_options is only allowed when stream is true", "stream_options")
+        raise bad_request("stream_options is only allowed when stream is true", "stream_options")
     if body.temperature is not None and not 0.0 <= body.temperature <= 2.0:
-        raise BadRequest(f"temperature must be between 0 and 2, not {body.temperature}", "temperature")
+        raise bad_request(f"temperature must be between 0 and 2, not {body.temperature}", "temperature")
     if body.top_p is not None and not 0.0 < body.top_p <= 1.0:
-        raise BadRequest(f"top_p must be above 0 and at most 1, not {body.top_p}", "top_p")
+        raise bad_request(f"top_p must be above 0 and at most 1, not {body.top_p}", "top_p")
     stops(body)
-
-
-def _refuse_given(**values: Any) -> None:
-    for name, value in values.items():
-        if value is not None:
-            raise BadRequest(f"{name} is not supported", name, "unsupported_parameter")
 
 
 def _message(index: int, message: MessageIn) -> Message:
@@ -279,13 +299,14 @@ def _message(index: int, message: MessageIn) -> Message:
         for call in message.tool_calls or ()
     )
     if message.role == "tool" and message.tool_call_id is None:
-        raise BadRequest("a tool message must have tool_call_id", f"messages[{index}].tool_call_id")
+        raise bad_request("a tool message must have tool_call_id", f"messages[{index}].tool_call_id")
     return Message(
         role="system" if message.role == "developer" else message.role,
         content=_content(index, message.content),
         tool_calls=calls,
         tool_call_id=message.tool_call_id,
         name=message.name,
+        reasoning=message.reasoning_content if message.role == "assistant" else None,
     )
 
 
@@ -294,7 +315,7 @@ def _content(index: int, content: str | list[Part] | None) -> str | None:
         return content
     for part in content:
         if part.type not in _TEXT_PARTS:
-            raise BadRequest(f"a content part must be text, not {part.type}", f"messages[{index}].content")
+            raise bad_request(f"a content part must be text, not {part.type}", f"messages[{index}].content")
     return "".join(part.text or part.refusal for part in content)
 
 

@@ -146,6 +146,9 @@ class _Session:
     def turn_ended(self) -> None:
         """Nothing is kept by turn."""
 
+    async def submit(self, sandbox: Any, answer: str) -> None:
+        """No program runs here."""
+
     def artifact(self) -> bytes:
         return self._name.encode()
 

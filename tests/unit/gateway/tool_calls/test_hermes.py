@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.gateway.tool_calls import HermesParser, ParsedText
+from steelyard.gateway.tool_calls.base import ParsedText
+from steelyard.gateway.tool_calls.hermes import HermesParser
 
 
 def parse(text: str) -> ParsedText:

@@ -1,0 +1,149 @@
+"""Tokens of plain text by a cache of words, for byte-level BPE tokenizers.
+
+Most of the time of encoding a text goes into its first step: cutting it into words by a regular expression over all
+of Unicode. BPE then works within a word and on nothing else, so the tokens of a text are those of its words. In ASCII
+text the same words can be cut by a simpler expression, in which each Unicode class is its ASCII characters, and words
+come again and again. What the tokenizer's description says is translated where all of it is understood; a text that
+is not ASCII, or a tokenizer of another kind, is left to the tokenizer itself.
+"""
+
+import functools
+import itertools
+import re
+import unicodedata
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+_CACHED_WORDS = 1 << 15
+_CACHED_WORD_CHARS = 64
+_BYTE_LEVEL = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""The expression of a ``ByteLevel`` pre-tokenizer that cuts (that of GPT-2)."""
+_NEUTRAL = ("NFC", "NFD", "NFKC", "NFKD")
+"""Normalizers that leave ASCII as it is."""
+_MARKS = re.compile(r"\\p\{(\w+)\}|\\.|[\[\]^$]", re.DOTALL)
+_NOT_UNDERSTOOD = re.compile(r"\\[PhHXRKGAzZkgbB]|&&|\(\?[^:!i=]|\(\?i[^:]")
+"""What Python's expressions do not have, or mean otherwise."""
+_ASCII = [chr(code) for code in range(128)]
+_NEVER = "\u0100"
+"""Stands for a class that has no ASCII character."""
+
+Cut = Callable[[str], Iterable[str]]
+"""What an expression finds in a text and what lies between, in order; some may be empty."""
+Encode = Callable[[str], tuple[int, ...]]
+
+
+def word_cutters(description: dict[str, Any]) -> list[Cut] | None:
+    """How a tokenizer cuts ASCII text into words, one step after the other; None where it is not understood.
+
+    Args:
+        description: the content of a ``tokenizer.json``.
+    """
+    model, normalizer = description.get("model") or {}, description.get("normalizer")
+    if model.get("type") != "BPE" or model.get("dropout") or model.get("end_of_word_suffix"):
+        return None
+    if model.get("continuing_subword_prefix") or model.get("byte_fallback"):
+        return None
+    if normalizer is not None and normalizer.get("type") not in _NEUTRAL:
+        return None
+    steps = description.get("pre_tokenizer") or {}
+    steps = steps.get("pretokenizers", ()) if steps.get("type") == "Sequence" else (steps,)
+    if not steps or steps[-1].get("type") != "ByteLevel":
+        return None
+    cutters: list[Cut] = []
+    for step in steps:
+        pattern = _pattern_of(step)
+        if pattern is None:
+            return None
+        if pattern:
+            cutters.append(pattern.split)
+    return cutters
+
+
+def bare_description(description: dict[str, Any]) -> bytes:
+    """The ``tokenizer.json`` that takes a text as one word."""
+    whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return msgspec.json.encode({**description, "normalizer": None, "pre_tokenizer": whole})
+
+
+class WordEncoder:
+    """Encodes ASCII texts word by word.
+
+    Args:
+        cutters: from :func:`word_cutters`.
+        encode_word: the tokens of one word, whatever is in it.
+    """
+
+    def __init__(self, cutters: list[Cut], encode_word: Encode) -> None:
+        self._cutters = cutters
+        self._encode_word = encode_word
+        self._cached = functools.lru_cache(_CACHED_WORDS)(encode_word)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """The token ids of ``text``, which must be ASCII."""
+        words: list[str] = [text]
+        for cut in self._cutters:
+            words = [word for piece in words for word in cut(piece) if word]
+        is_short = max(map(len, words), default=0) <= _CACHED_WORD_CHARS
+        return tuple(itertools.chain.from_iterable(map(self._cached if is_short else self._encode_long, words)))
+
+    def _encode_long(self, word: str) -> tuple[int, ...]:
+        """As the cache, which long words must not fill."""
+        return self._cached(word) if len(word) <= _CACHED_WORD_CHARS else self._encode_word(word)
+
+
+def _pattern_of(step: dict[str, Any]) -> "re.Pattern[str] | str | None":
+    """The expression by which a step cuts; "" for one that does not cut, None for one that is not understood."""
+    match step:
+        case {"type": "ByteLevel", "add_prefix_space": False}:
+            return ascii_pattern(_BYTE_LEVEL) if step.get("use_regex", True) else ""
+        case {"type": "Split", "behavior": "Isolated", "pattern": {"Regex": str(source)}} if not step.get("invert"):
+            return ascii_pattern(source)
+        case {"type": "Digits"}:
+            return re.compile("([0-9])" if step.get("individual_digits") else "([0-9]+)")
+        case _:
+            return None
+
+
+def ascii_pattern(source: str) -> "re.Pattern[str] | None":
+    """A tokenizer's expression for ASCII text, in one group; None where it uses what is not understood."""
+    translated = None if _NOT_UNDERSTOOD.search(source.replace("\\\\", "")) else _without_properties(source)
+    if translated is None:
+        return None
+    try:
+        found = re.compile(f"({translated})", re.ASCII)
+    except re.error:
+        return None
+    return found if found.groups == 1 else None
+
+
+def _without_properties(source: str) -> str | None:
+    """Each ``\\p{...}`` written as its ASCII characters, in a class of its own where it does not stand in one.
+
+    None where a class stands in a class, or where the expression speaks of the ends of a line.
+    """
+    pieces, position, in_class = [], 0, False
+    for match in _MARKS.finditer(source):
+        mark, name = match[0], match[1]
+        if (mark in "^$" and not in_class) or (mark == "[" and in_class):
+            return None
+        in_class = mark == "[" or (in_class and mark != "]")
+        if name is not None:
+            chars = "".join(re.escape(char) for char in _ASCII if unicodedata.category(char).startswith(name)) or _NEVER
+            pieces += [source[position : match.start()], chars if in_class else f"[{chars}]"]
+            position = match.end()
+    return "".join(pieces) + source[position:]
+
+
+_SAMPLE = (
+    "def add(a, b):\n\treturn a + b  # it's 12345 or 3.14, isn't it?\r\n\r\n    if x_1 != 'We\\'LL' and  y[0]:\n"
+    '  "ERROR:  line 42 failed"   \n{"k": [1, 2], "K": null}\n\n\n\t \tEnd ' + "".join(_ASCII) + "  "
+)
+
+
+def encodes_alike(encoder: WordEncoder, encode: Encode) -> bool:
+    """Whether both agree on a sample of program text and on pieces of it that begin and end anywhere."""
+    cuts = range(0, len(_SAMPLE), 7)
+    texts = [_SAMPLE, *(_SAMPLE[start:] for start in cuts), *(_SAMPLE[:end] for end in cuts if end)]
+    return all(encoder.encode(text) == encode(text) for text in texts)
