@@ -13,8 +13,8 @@ from steelyard.gateway.app import GatewayServer, HttpLimits
 from steelyard.gateway.attempts import AttemptEndpoint, AttemptLimits, HeldAttempts
 from steelyard.gateway.capability import KeyRing
 from steelyard.gateway.codec import TokenCodec
-from steelyard.gateway.engine_call import Generator
 from steelyard.gateway.dialects.base import Desk, ModelNames
+from steelyard.gateway.engine_call import Generator
 from steelyard.gateway.recorder import Recorder
 from steelyard.gateway.renderer import Renderer
 from steelyard.gateway.service import Gateway, GatewayLimits
