@@ -27,6 +27,7 @@ import time
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -60,7 +61,7 @@ class Outcome:
     num_evicted: int
 
 
-def build_module() -> torch.nn.Module:
+def build_module() -> Any:
     """A random decoder of 3.3M parameters."""
     config = transformers.LlamaConfig(
         vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,

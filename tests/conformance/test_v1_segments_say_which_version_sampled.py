@@ -20,7 +20,7 @@ from steelyard.inference.local_engine import LocalEngine
 from steelyard.testing.gateway import ATTEMPT, GatewayWorld, binding
 from steelyard.testing.tiny_model import tiny_module
 from steelyard.testing.versions import MemoryVersions, tiny_core
-from steelyard.types import Sampling, Trace
+from steelyard.types import Sampling, SealedTrace, Trace
 
 TEMPERATURE = 0.3
 ANSWER_TOKENS = 900
@@ -41,8 +41,8 @@ async def update(engine: LocalEngine, loader: MemoryVersions, version: int, modu
     await engine.resume()
 
 
-async def play(directory: Path, kv: KvRule) -> tuple[Trace, list[Any]]:
-    """One answer over HTTP, streamed; weights change twice while it comes. Its sealed trace, and the three policies."""
+async def play(directory: Path, kv: KvRule) -> tuple[Trace, SealedTrace, list[Any]]:
+    """One answer over HTTP, streamed; weights change twice while it comes. Its trace, the record of its sealing, and the three policies."""
     clock = SystemClock()
     sampling = Sampling(temperature=TEMPERATURE, max_tokens=ANSWER_TOKENS)
     bound = msgspec.structs.replace(binding(policy_version=0, sampling=sampling), follows_updates=True)
@@ -62,8 +62,8 @@ async def play(directory: Path, kv: KvRule) -> tuple[Trace, list[Any]]:
             async for chunk in stream:
                 if chunk.choices and chunk.choices[0].delta.content and (version := next(to_come, None)) is not None:
                     await update(engine, loader, version, modules[version], kv)
-        await world.seal()
-        return (await world.store.read(ATTEMPT))[0], modules
+        sealed = await world.seal()
+        return (await world.store.read(ATTEMPT))[0], sealed, modules
     finally:
         await world.close()
         await engine.close()
@@ -78,11 +78,11 @@ def plain_logprobs(module: Any, token_ids: tuple[int, ...]) -> list[float]:
 
 
 def test_v1_every_token_of_the_loss_has_the_version_and_the_log_probability_that_sampled_it(tmp_path: Path) -> None:
-    trace, modules = asyncio.run(play(tmp_path, KvRule.RECOMPUTE))
+    trace, sealed, modules = asyncio.run(play(tmp_path, KvRule.RECOMPUTE))
     (turn,) = trace.turns
     assert [span.version for span in turn.version_spans] == [0, 1, 2]
     assert all(span.kv_version is None for span in turn.version_spans)
-    assert (trace.oldest_version, trace.newest_version) == (0, 2)
+    assert (sealed.oldest_version, sealed.newest_version) == (0, 2)
     (sample,) = trace_samples(trace, 1.0)
     expected = [plain_logprobs(module, sample.token_ids) for module in modules]
     trained = [index for index, mask in enumerate(sample.loss_mask) if mask]
@@ -93,6 +93,6 @@ def test_v1_every_token_of_the_loss_has_the_version_and_the_log_probability_that
 
 
 def test_v1_kept_kv_is_said_so_that_nobody_takes_its_log_probabilities_for_a_plain_versions(tmp_path: Path) -> None:
-    trace, _ = asyncio.run(play(tmp_path, KvRule.KEEP))
+    trace, _, _ = asyncio.run(play(tmp_path, KvRule.KEEP))
     (turn,) = trace.turns
     assert [(span.version, span.kv_version) for span in turn.version_spans] == [(0, None), (1, 0), (2, 0)]
