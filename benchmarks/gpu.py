@@ -45,7 +45,7 @@ from steelyard.errors import IntegrityError, SteelyardError
 from steelyard.ids import RandomIds
 from steelyard.inference.engine_core import EngineCore, EngineSettings
 from steelyard.inference.local_engine import LocalEngine
-from steelyard.inference.vllm_api import VllmApi
+from steelyard.inference.vllm_api import KEPT_ALIVE_S, VllmApi
 from steelyard.inference.vllm_engine import VllmEngine, VllmSettings
 from steelyard.inference.vllm_server import ServerSettings, VllmServer
 from steelyard.testing.tiny_model import write_small_model
@@ -269,7 +269,9 @@ async def vllm_server(
         kv_cache_bytes=256 << 20, extra_args=extra_args,
     )  # fmt: skip
     socket_path = setting.folder / "vllm.sock"
-    async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(socket_path))) as session:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.UnixConnector(str(socket_path), keepalive_timeout=KEPT_ALIVE_S)
+    ) as session:
         api = VllmApi(session, "http://vllm", "vllm", CALL_DEADLINE_S)
         server = await VllmServer.start("vllm", settings, socket_path, setting.folder / "vllm.log")
         try:

@@ -49,7 +49,7 @@ from steelyard.errors import IntegrityError
 from steelyard.ids import RandomIds, SeededIds
 from steelyard.inference.engine_core import EngineCore, EngineSettings
 from steelyard.inference.local_engine import LocalEngine
-from steelyard.inference.vllm_api import VllmApi
+from steelyard.inference.vllm_api import KEPT_ALIVE_S, VllmApi
 from steelyard.inference.vllm_engine import VllmEngine, VllmSettings
 from steelyard.inference.vllm_server import ServerSettings, VllmServer
 from steelyard.observe.statistics import quantile
@@ -192,7 +192,9 @@ async def open_side(engine: str, python: str, model_dir: Path, dtype: str) -> As
     )
     with tempfile.TemporaryDirectory() as folder:
         socket_path = Path(folder) / "vllm.sock"
-        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(socket_path))) as session:
+        async with aiohttp.ClientSession(
+            connector=aiohttp.UnixConnector(str(socket_path), keepalive_timeout=KEPT_ALIVE_S)
+        ) as session:
             side = VllmSide(session)
             server = await VllmServer.start("vllm", settings, socket_path, Path(folder) / "vllm.log")
             try:
