@@ -51,7 +51,7 @@ async def sweep(coordinator: Coordinator, directory: RunDirectory, stores: Store
         if number and (number not in state.versions or state.versions[number].state is VersionState.DELETED)
     ]
     await asyncio.to_thread(stores.versions.delete, strays)
-    last = state.checkpoints[-1] if state.checkpoints else 0
+    last = state.checkpoints[-1] if state.checkpoints else -1
     for path in sorted(directory.checkpoints.glob("step-*")):
         if int(path.name.removeprefix("step-")) > last:
             logger.info("removing %s, which the journal does not know", path.name)
