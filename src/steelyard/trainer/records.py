@@ -10,7 +10,6 @@
 from steelyard.processes.channel import Endpoint
 from steelyard.types import Manifest, Record, StepReport
 
-
 TRAINED_DTYPE = "float32"
 """What the trainer keeps its weights in, whatever is published."""
 
