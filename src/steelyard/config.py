@@ -22,13 +22,17 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
 
 class RuntimeConfig(Section, frozen=True, kw_only=True):
-    """``inline`` holds everything in one process (tests); ``local`` runs one process per component."""
+    """``inline`` holds everything in one process (tests); ``local`` runs one process per component.
+
+    A replica or trainer that dies is started again, at most ``max_restarts`` times in a row without any success.
+    """
 
     kind: Literal["inline", "local", "ray"] = "local"
     devices: Literal["cpu"] = "cpu"
     ray_address: str | None = None
     start_deadline_s: float = 120.0
     stop_deadline_s: float = 10.0
+    max_restarts: int = 3
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):

@@ -158,7 +158,7 @@ class VllmApi:
         except _GONE as error:
             raise RemoteFailed(f"{self._name}: {what}: the server broke off: {_said(error)}") from error
 
-    async def score(self, token_ids: Sequence[int], salt: str) -> tuple[float, ...]:
+    async def score(self, name: str, token_ids: Sequence[int], salt: str) -> tuple[float, ...]:
         """Log-probability at temperature 1 of each token after the first, by the path that serves prompts.
 
         Raises:
@@ -166,7 +166,7 @@ class VllmApi:
             RemoteFailed, DeadlineExceeded: the server fails.
         """
         body = {
-            "request_id": f"probe-{salt}",
+            "request_id": name,
             "token_ids": list(token_ids),
             "cache_salt": salt,
             "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False},
@@ -191,7 +191,7 @@ class VllmApi:
 
     async def pause(self) -> None:
         """Stop computing; requests are kept as they are. Returns when no step is running."""
-        await self._post("/pause?mode=keep", {}, None)
+        await self._post("/pause?mode=keep&clear_cache=false", {}, None)
 
     async def resume(self) -> None:
         """Compute again."""
