@@ -8,7 +8,7 @@ decoder from others. Three kinds of wrong weights take turns:
     stale     all of version v-1
 
 Each of them is loaded twice: once with the digest of what is in memory, and once with that digest hidden, so that only
-the probe is left. Versions are one real optimizer step apart, at a rate of 1e-6 (--quick: 3e-4, the default, which suits
+the probe is left. Versions are one optimizer step apart, at a rate of 1e-6 (--quick: 3e-4, the default, which suits
 a decoder as small as that); the step is taken in float32 and cast. Where a step is below what the dtype resolves, some
 parameters of v and v-1 are equal; a shard without any difference is no wrong one and is passed over. Between them the
 version is loaded as it is, with one thread and with all by turns: what is refused then is a false alarm.
