@@ -4,6 +4,7 @@ The emulated engine computes nothing with weights: its proofs are exact, and its
 """
 
 from steelyard.config import Config
+from steelyard.errors import ConfigError
 from steelyard.weights.tolerance import Noise, measured_noise
 
 EMULATED = "emulated"
