@@ -11,7 +11,7 @@ from steelyard.errors import ConfigError
     [
         (["inference.vllm.start_deadline_s=0"], "inference.vllm.start_deadline_s must be a finite number > 0, got 0"),
         (["inference.vllm.kv_cache_bytes=1"], "inference.vllm.kv_cache_bytes must be >= 16777216, got 1"),
-        (["inference.vllm.url=somewhere"], "inference.vllm.url must be null or look like http://127.0.0.1:8000, got some"),
+        (["inference.vllm.url=somewhere"], "inference.vllm.url must be null or look like http://127.0.0.1:8000, got"),
         (["inference.vllm.url=http://me:secret@host"], "inference.vllm.url must hold no credentials, got a URL with @"),
         (["inference.vllm.pyton=x"], "the nearest is inference.vllm.python"),
         (["inference.vllm.extra_args=[--port=80]"], "inference.vllm.extra_args must not hold --port=80: Steelyard"),
