@@ -115,7 +115,11 @@ class StepRow(Row, frozen=True, kw_only=True, tag="step"):
 
 
 class EngineRow(Row, frozen=True, kw_only=True, tag="engine"):
-    """One replica over the time since its last row. ``cached_frac``: prompt tokens that reuse had already computed."""
+    """One replica over the time since its last row.
+
+    ``cached_frac``: prompt tokens that reuse had already computed. ``num_evicted``: running requests that gave up their
+    KV, because there was no space or because weights changed under them.
+    """
 
     replica_id: str
     decode_tokens_per_s: float
@@ -125,6 +129,7 @@ class EngineRow(Row, frozen=True, kw_only=True, tag="engine"):
     num_waiting: int
     kv_in_use_frac: float
     busy_frac: float
+    num_evicted: int = 0
 
 
 class RouterRow(Row, frozen=True, kw_only=True, tag="router"):

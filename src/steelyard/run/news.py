@@ -156,6 +156,7 @@ def engine_row(stats: EngineStats, before: EngineStats, at_s: float, elapsed_s: 
         num_waiting=stats.num_waiting,
         kv_in_use_frac=stats.kv_tokens_in_use / max(1, stats.kv_tokens_capacity),
         busy_frac=min(1.0, (stats.busy_s - before.busy_s) / elapsed_s),
+        num_evicted=stats.num_evicted - before.num_evicted,
     )
 
 
