@@ -74,7 +74,7 @@ from steelyard.weights.loader import VersionLoader
 from steelyard.weights.manifest import read_manifest
 from steelyard.weights.publisher import VersionPublisher
 from steelyard.weights.reader import VersionReader
-from steelyard.weights.tolerance import measured_noise
+from steelyard.weights.tolerance import NOISE
 
 FLOORS = Path(__file__).parent / "floors.toml"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -341,7 +341,7 @@ async def measure(engine: str, python: str, model_dir: Path, dtype: str, rate: f
 
 async def try_versions(side: Side, model_dir: Path, dtype: str, rate: float, num_loads: int) -> Tally:
     tally = Tally()
-    tolerance = measured_noise(side.name, dtype).probe_tolerance
+    tolerance = tolerance_of(side.name, dtype)
     num_versions = -(-num_loads // LOADS_PER_VERSION)
     with tempfile.TemporaryDirectory() as folder:
         found = versions(model_dir, Path(folder), dtype, rate, num_versions, tolerance)
@@ -352,6 +352,12 @@ async def try_versions(side: Side, model_dir: Path, dtype: str, rate: float, num
     return tally
 
 
+def tolerance_of(engine: str, dtype: str) -> float:
+    """That of the table; without bound where nothing was measured yet, so that it can be."""
+    noise = NOISE.get((engine, dtype, 1))
+    return math.inf if noise is None else noise.probe_tolerance
+
+
 def figures(tally: Tally, dtype: str, tolerance: float, num_parameters: int) -> dict[str, object]:
     """The tally as it is printed."""
     num_wrong = sum(tally.wrong.values())
@@ -359,7 +365,7 @@ def figures(tally: Tally, dtype: str, tolerance: float, num_parameters: int) -> 
     return {
         "dtype": dtype,
         "parameters": num_parameters,
-        "tolerance_nats": tolerance,
+        "tolerance_nats": tolerance if math.isfinite(tolerance) else None,
         "honest_error_max": max(tally.honest_errors),
         "honest_error_median": statistics.median(tally.honest_errors),
         "token_error_max": max(tally.token_errors),
@@ -417,7 +423,7 @@ def main() -> int:
         num_parameters = sum(parameter.numel() for parameter in load_model(model_dir).parameters())
         for dtype in [options.dtype] if options.dtype else DTYPES:
             tally = asyncio.run(measure(options.engine, options.vllm_python, model_dir, dtype, rate, num_loads))
-            found = figures(tally, dtype, measured_noise(options.engine, dtype).probe_tolerance, num_parameters)
+            found = figures(tally, dtype, tolerance_of(options.engine, dtype), num_parameters)
             print(json.dumps({"engine": options.engine, **found}, indent=2), flush=True)
             holds &= check(options.engine, dtype, found, floors)
     return int(options.check and not holds)
