@@ -35,15 +35,15 @@ def test_a_run_with_emulated_engines_goes_all_the_way_and_says_that_its_tokens_m
     compared = [step for step in steps if step.mismatch is not None]
     assert compared, "some tokens came from the weights that the gradient was computed at"
     for step in compared:
-        assert step.mismatch is not None and step.mismatch_bound is not None
-        assert step.mismatch.abs_p99 > 100 * step.mismatch_bound
+        assert step.mismatch is not None and step.mismatch.abs_p99 > 0.1, "nats, where real engines differ by rounding"
+        assert (step.engine, step.mismatch_bound) == ("emulated", None)
     assert of_type(rows, RouterRow)[-1].weights == {f"replica-{index}": 1.0 for index in range(NUM_REPLICAS)}
     assert {row.replica_id for row in of_type(rows, EngineRow)} <= {f"replica-{n}" for n in range(NUM_REPLICAS)}
     assert not list((tmp_path / "run").rglob("replica-*.log")), "all engines are one process"
     audited = steelyard("audit", tmp_path / "run")
     assert audited.returncode == 0, audited.stdout
     deep = steelyard("audit", tmp_path / "run", "--deep")
-    assert deep.returncode == 2 and "cannot be computed again" in deep.stderr
+    assert deep.returncode == 2 and "inference.engine must compute with the weights" in deep.stderr
     shutil.rmtree(tmp_path / "run")
 
 

@@ -198,10 +198,12 @@ class Dispatcher:
         chosen = self._choose(ticket, able, home_id, closed, now_s)
         if chosen is None:
             return None
+        could_stay = home_id is not None and any(state.replica_id == home_id for state in able)
+        # A new sequence of a known attempt has nothing to leave behind.
+        leaves_kv = home_id is not None and self.homes.own(ticket.request, home_id) is not None
         self._reserve(ticket, chosen, now_s)
         self.homes.start(ticket.request, chosen.replica_id)
-        could_stay = any(state.replica_id == home_id for state in able)
-        moved_from = home_id if could_stay and chosen.replica_id != home_id else None
+        moved_from = home_id if could_stay and leaves_kv and chosen.replica_id != home_id else None
         return Placed(ticket, chosen.replica_id, moved_from)
 
     def _choose(
@@ -292,12 +294,13 @@ class Dispatcher:
         used = state.projected_tokens + need.kv_tokens
         if all_kept <= 0 or state.capacity_tokens is None or not used <= state.capacity_tokens < used + all_kept:
             return all_kept
+        keep_s_a_token = keep_s(state.pace.prefill_s(1, now_s), state.num_open)
         return sum(
             home.kept_tokens
             for home in self.homes.at(state.replica_id)
-            if home is not own
-            and home.idle_since_s is not None
-            and now_s - home.idle_since_s < keep_s(state.pace.prefill_s(home.kept_tokens, now_s), state.num_open)
+            if home.idle_since_s is not None
+            and now_s - home.idle_since_s < home.kept_tokens * keep_s_a_token
+            and home is not own
         )
 
     def _reserve(self, ticket: Ticket, chosen: Candidate, now_s: float) -> None:

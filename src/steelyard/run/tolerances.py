@@ -59,6 +59,4 @@ def mismatch_bound(config: Config) -> float | None:
 
 
 def _noise(config: Config) -> Noise:
-    """The emulated engine computes nothing: only the trainer's own probe is judged, as for the local engine."""
-    engine = "local" if config.inference.engine == "emulated" else config.inference.engine
-    return measured_noise(engine, config.weights.dtype)
+    return measured_noise(config.inference.engine, config.weights.dtype)
