@@ -8,10 +8,10 @@ decoder from others. Three kinds of wrong weights take turns:
     stale     all of version v-1
 
 Each of them is loaded twice: once with the digest of what is in memory, and once with that digest hidden, so that only
-the probe is left. Versions are one real optimizer step apart; the step is taken in float32 and cast. Where a step is
-below what the dtype resolves, some parameters of v and v-1 are equal; a shard without any difference is no wrong one
-and is passed over. Between them the version is loaded as it is, with one thread and with all by turns: what is refused
-then is a false alarm.
+the probe is left. Versions are one optimizer step apart, at a rate of 1e-6 (--quick: 3e-4, the default, which suits
+a decoder as small as that); the step is taken in float32 and cast. Where a step is below what the dtype resolves, some
+parameters of v and v-1 are equal; a shard without any difference is no wrong one and is passed over. Between them the
+version is loaded as it is, with one thread and with all by turns: what is refused then is a false alarm.
 
 Beside that, the engine serves requests of many lengths at once, with prompts in chunks, and the log-probabilities that
 it gives are computed again as the trainer computes them: on the published weights (what ``audit --deep`` does), and on
@@ -21,6 +21,7 @@ honest load, follow the tolerances in ``steelyard.weights.tolerance``.
     python benchmarks/probe.py                 SmolLM2-135M (--model DIR), 100 wrong and 100 honest loads a dtype
     python benchmarks/probe.py --check         the same; exit code 1 below the floors of floors.toml
     python benchmarks/probe.py --quick         a random decoder of 3.3M parameters, 18 loads of each
+    python benchmarks/probe.py --engine vllm   on a vLLM server (make venv-vllm)
     python benchmarks/probe.py --dtype float32 one dtype only
 """
 
@@ -38,21 +39,26 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import aiohttp
 import torch
-import transformers
 
 from steelyard.clock import SystemClock
 from steelyard.errors import IntegrityError
-from steelyard.ids import SeededIds
+from steelyard.ids import RandomIds, SeededIds
 from steelyard.inference.engine_core import EngineCore, EngineSettings
 from steelyard.inference.local_engine import LocalEngine
+from steelyard.inference.vllm_api import KEPT_ALIVE_S, VllmApi
+from steelyard.inference.vllm_engine import VllmEngine, VllmSettings
+from steelyard.inference.vllm_server import ServerSettings, VllmServer
 from steelyard.observe.statistics import quantile
-from steelyard.testing.tokenizer import write_tokenizer
+from steelyard.testing.tiny_model import write_small_model
 from steelyard.testing.training_data import random_step_batch
 from steelyard.testing.wrong_weights import (
+    BlindReader,
     MisledLoader,
+    MisledVllm,
     large_matrices,
     shards_of,
     with_matrix_changed,
@@ -67,14 +73,17 @@ from steelyard.types import GenerateRequest, GenerateResult, LoadProof, Manifest
 from steelyard.weights.loader import VersionLoader
 from steelyard.weights.manifest import read_manifest
 from steelyard.weights.publisher import VersionPublisher
-from steelyard.weights.tolerance import measured_noise
+from steelyard.weights.reader import VersionReader
+from steelyard.weights.tolerance import NOISE
 
 FLOORS = Path(__file__).parent / "floors.toml"
 DTYPES = ("float32", "bfloat16", "float16")
 KINDS = ("matrix", "shard", "stale")
 LOADS_PER_VERSION = 6
-LEARNING_RATE = 1e-6
+LEARNING_RATE, QUICK_LEARNING_RATE = 1e-6, 3e-4
 NUM_SHARDS = 8
+CALL_DEADLINE_S, START_DEADLINE_S, STOP_DEADLINE_S = 60.0, 300.0, 20.0
+VLLM_PYTHON = ".venv-vllm/bin/python"
 NUM_REQUESTS, NUM_NEW_TOKENS = 32, 24
 
 
@@ -95,10 +104,11 @@ class Tally:
     wrong_errors: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
 
 
-class LocalSide:
-    """Loads into a local engine of this process."""
+class Side(Protocol):
+    """An engine that loads and serves."""
 
-    name = "local"
+    @property
+    def name(self) -> str: ...
 
     async def load(
         self, version_dir: Path, number: int, really: Path, *, shows_digests: bool, tolerance: float
@@ -108,11 +118,25 @@ class LocalSide:
         Raises:
             IntegrityError: the engine noticed.
         """
+        ...
+
+    async def serve(self, version_dir: Path, requests: list[GenerateRequest]) -> list[GenerateResult]:
+        """Load what it says and serve all requests at once."""
+        ...
+
+
+class LocalSide:
+    """Loads into a local engine of this process."""
+
+    name = "local"
+
+    async def load(
+        self, version_dir: Path, number: int, really: Path, *, shows_digests: bool, tolerance: float
+    ) -> LoadProof:
         async with self._engine(MisledLoader(lambda _: really, shows_digests=shows_digests), tolerance) as engine:
             return await engine.load(str(version_dir), number)
 
     async def serve(self, version_dir: Path, requests: list[GenerateRequest]) -> list[GenerateResult]:
-        """Serve all requests at once."""
         async with self._engine(VersionLoader(), math.inf) as engine:
             await engine.load(str(version_dir), requests[0].policy_version)
             return await asyncio.gather(*map(engine.generate, requests))
@@ -131,6 +155,55 @@ class LocalSide:
             await engine.close()
 
 
+class VllmSide:
+    """Loads into one vLLM server, in place, as a replica does."""
+
+    name = "vllm"
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+        self.api = VllmApi(session, "http://vllm", "vllm", CALL_DEADLINE_S)
+
+    async def load(
+        self, version_dir: Path, number: int, really: Path, *, shows_digests: bool, tolerance: float
+    ) -> LoadProof:
+        api = MisledVllm(self._session, "http://vllm", "vllm", CALL_DEADLINE_S, really)
+        reader = VersionReader() if shows_digests else BlindReader()
+        return await self._engine(api, reader, tolerance).load(str(version_dir), number)
+
+    async def serve(self, version_dir: Path, requests: list[GenerateRequest]) -> list[GenerateResult]:
+        engine = self._engine(self.api, VersionReader(), math.inf)
+        await engine.load(str(version_dir), requests[0].policy_version)
+        return await asyncio.gather(*map(engine.generate, requests))
+
+    def _engine(self, api: VllmApi, reader: VersionReader, tolerance: float) -> VllmEngine:
+        settings = VllmSettings(probe_tolerance=tolerance, change_deadline_s=START_DEADLINE_S)
+        return VllmEngine(api, reader, settings, replica_id="replica-0", clock=SystemClock(), ids=RandomIds())
+
+
+@asynccontextmanager
+async def open_side(engine: str, python: str, model_dir: Path, dtype: str) -> AsyncIterator[Side]:
+    """The engine, ready to load."""
+    if engine == "local":
+        yield LocalSide()
+        return
+    settings = ServerSettings(
+        python=python, model_dir=str(model_dir), dtype=dtype, max_model_len=256, max_running=8, kv_cache_bytes=256 << 20
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        socket_path = Path(folder) / "vllm.sock"
+        async with aiohttp.ClientSession(
+            connector=aiohttp.UnixConnector(str(socket_path), keepalive_timeout=KEPT_ALIVE_S)
+        ) as session:
+            side = VllmSide(session)
+            server = await VllmServer.start("vllm", settings, socket_path, Path(folder) / "vllm.log")
+            try:
+                await server.wait_until_ready(side.api, START_DEADLINE_S)
+                yield side
+            finally:
+                await server.stop(STOP_DEADLINE_S)
+
+
 @dataclass(frozen=True)
 class Pair:
     """A version and its parent, published."""
@@ -141,18 +214,20 @@ class Pair:
     master: torch.nn.Module
 
 
-def versions(model_dir: Path, root: Path, dtype: str, num_versions: int, tolerance: float) -> Iterator[Pair]:
+def versions(
+    model_dir: Path, root: Path, dtype: str, rate: float, num_versions: int, tolerance: float
+) -> Iterator[Pair]:
     """Versions one optimizer step apart; only the newest and its parent stay on disk."""
     module: Any = load_model(model_dir)
     num_bytes = 4 * sum(parameter.numel() for parameter in module.parameters())
     publisher = VersionPublisher(root, model_dir, tolerance, dtype=dtype, max_shard_bytes=num_bytes // NUM_SHARDS)
-    optimizer = make_optimizer(module, OptimizerSettings(learning_rate=LEARNING_RATE))
+    optimizer = make_optimizer(module, OptimizerSettings(learning_rate=rate))
     publisher.publish(module, version=0, step=0, parent_version=None)
     for number in range(1, num_versions + 1):
         batch = random_step_batch(number, step=number - 1, num_samples=8, vocab_size=module.config.vocab_size)
         optimizer.zero_grad(set_to_none=False)
         accumulate_gradients(module, batch, LossSettings())
-        apply_step(module, optimizer, LEARNING_RATE, 1.0, f"step {number - 1}")
+        apply_step(module, optimizer, rate, 1.0, f"step {number - 1}")
         manifest = publisher.publish(module, version=number, step=number, parent_version=number - 1)
         yield Pair(root / f"v{number:06d}", root / f"v{number - 1:06d}", manifest, module)
         shutil.rmtree(root / f"v{number - 1:06d}")
@@ -172,7 +247,7 @@ def wrong_directory(kind: str, pair: Pair, copy: Path, rng: random.Random) -> Pa
     return copy
 
 
-async def serve_tokens(side: LocalSide, pair: Pair, tally: Tally) -> None:
+async def serve_tokens(side: Side, pair: Pair, tally: Tally) -> None:
     """Requests of many lengths at once, and their tokens computed again as the trainer does."""
     rng = random.Random(pair.manifest.version)
     vocabulary = len_of_vocabulary(pair.manifest)
@@ -222,7 +297,7 @@ def turn_of(request: GenerateRequest, result: GenerateResult) -> Turn:
     )
 
 
-async def try_version(side: LocalSide, pair: Pair, first: int, num_loads: int, tally: Tally, tolerance: float) -> None:
+async def try_version(side: Side, pair: Pair, first: int, num_loads: int, tally: Tally, tolerance: float) -> None:
     """``num_loads`` honest loads and as many wrong ones, of each kind in turn."""
     rng = random.Random(first)
     number = pair.manifest.version
@@ -249,7 +324,7 @@ async def try_version(side: LocalSide, pair: Pair, first: int, num_loads: int, t
     torch.set_num_threads(threads)
 
 
-async def probe_error(side: LocalSide, pair: Pair, number: int, really: Path, tolerance: float) -> tuple[float, bool]:
+async def probe_error(side: Side, pair: Pair, number: int, really: Path, tolerance: float) -> tuple[float, bool]:
     """Error of the probe with the digest hidden, and whether the engine refuses it at this tolerance."""
     try:
         proof = await side.load(pair.directory, number, really, shows_digests=False, tolerance=tolerance)
@@ -258,13 +333,18 @@ async def probe_error(side: LocalSide, pair: Pair, number: int, really: Path, to
     return proof.probe_max_error, False
 
 
-async def measure(side: LocalSide, model_dir: Path, dtype: str, num_loads: int) -> Tally:
-    """All loads of one dtype."""
+async def measure(engine: str, python: str, model_dir: Path, dtype: str, rate: float, num_loads: int) -> Tally:
+    """All loads of one engine and dtype."""
+    async with open_side(engine, python, model_dir, dtype) as side:
+        return await try_versions(side, model_dir, dtype, rate, num_loads)
+
+
+async def try_versions(side: Side, model_dir: Path, dtype: str, rate: float, num_loads: int) -> Tally:
     tally = Tally()
-    tolerance = measured_noise(side.name, dtype).probe_tolerance
+    tolerance = tolerance_of(side.name, dtype)
     num_versions = -(-num_loads // LOADS_PER_VERSION)
     with tempfile.TemporaryDirectory() as folder:
-        found = versions(model_dir, Path(folder), dtype, num_versions, tolerance)
+        found = versions(model_dir, Path(folder), dtype, rate, num_versions, tolerance)
         for index, pair in enumerate(found):
             first = index * LOADS_PER_VERSION
             await try_version(side, pair, first, min(LOADS_PER_VERSION, num_loads - first), tally, tolerance)
@@ -272,13 +352,20 @@ async def measure(side: LocalSide, model_dir: Path, dtype: str, num_loads: int) 
     return tally
 
 
+def tolerance_of(engine: str, dtype: str) -> float:
+    """That of the table; without bound where nothing was measured yet, so that it can be."""
+    noise = NOISE.get((engine, dtype, 1))
+    return math.inf if noise is None else noise.probe_tolerance
+
+
 def figures(tally: Tally, dtype: str, tolerance: float, num_parameters: int) -> dict[str, object]:
     """The tally as it is printed."""
     num_wrong = sum(tally.wrong.values())
+    num_beyond = sum(error > max(tally.honest_errors) for found in tally.wrong_errors.values() for error in found)
     return {
         "dtype": dtype,
         "parameters": num_parameters,
-        "tolerance_nats": tolerance,
+        "tolerance_nats": tolerance if math.isfinite(tolerance) else None,
         "honest_error_max": max(tally.honest_errors),
         "honest_error_median": statistics.median(tally.honest_errors),
         "token_error_max": max(tally.token_errors),
@@ -291,6 +378,7 @@ def figures(tally: Tally, dtype: str, tolerance: float, num_parameters: int) -> 
         "caught_by_probe": {kind: f"{tally.by_probe[kind]} of {tally.wrong[kind]}" for kind in KINDS},
         "digest_frac": sum(tally.by_digest.values()) / num_wrong,
         "probe_frac": sum(tally.by_probe.values()) / num_wrong,
+        "wrong_beyond_every_honest": f"{num_beyond} of {num_wrong}",
         "false_alarms": f"{tally.num_false_alarms} of {tally.num_honest}",
         "false_alarm_frac": tally.num_false_alarms / tally.num_honest,
         "versions_that_the_probe_tells_from_their_parent": f"{tally.num_separated} of {tally.num_versions}",
@@ -314,27 +402,12 @@ def check(engine: str, dtype: str, found: dict[str, Any], floors: dict[str, floa
     return all(holds for *_, holds in lines)
 
 
-def write_small_model(directory: Path) -> Path:
-    """A random decoder of 3.3M parameters with logits of a few units, as a trained one has."""
-    directory.mkdir()
-    config = transformers.LlamaConfig(
-        vocab_size=1024, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    module: Any = transformers.LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        module.model.embed_tokens.weight.mul_(4.0)
-    module.save_pretrained(directory)
-    write_tokenizer(directory, vocab_size=512)
-    return directory
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit with 1 if a floor is not reached")
     parser.add_argument("--quick", action="store_true", help="a small random decoder, fewer loads")
+    parser.add_argument("--engine", choices=("local", "vllm"), default="local", help="(default: local)")
+    parser.add_argument("--vllm-python", default=VLLM_PYTHON, help=f"of vLLM's environment (default: {VLLM_PYTHON})")
     parser.add_argument("--model", type=Path, help="Hugging Face directory of SmolLM2-135M; not with --quick")
     parser.add_argument("--dtype", choices=DTYPES, help="this dtype only")
     parser.add_argument("--loads", type=int, help="wrong loads of each dtype (default: 100; quick: 18)")
@@ -342,17 +415,17 @@ def main() -> int:
     if options.quick == (options.model is not None):
         parser.error("--model DIR must be given without --quick, and only then")
     floors = tomllib.loads(FLOORS.read_text())["probe"]
+    rate = QUICK_LEARNING_RATE if options.quick else LEARNING_RATE
     num_loads = options.loads or (18 if options.quick else 100)
-    side = LocalSide()
     holds = True
     with tempfile.TemporaryDirectory() as folder:
         model_dir = write_small_model(Path(folder) / "model") if options.quick else options.model
         num_parameters = sum(parameter.numel() for parameter in load_model(model_dir).parameters())
         for dtype in [options.dtype] if options.dtype else DTYPES:
-            tally = asyncio.run(measure(side, model_dir, dtype, num_loads))
-            found = figures(tally, dtype, measured_noise(side.name, dtype).probe_tolerance, num_parameters)
-            print(json.dumps({"engine": side.name, **found}, indent=2))
-            holds &= check(side.name, dtype, found, floors)
+            tally = asyncio.run(measure(options.engine, options.vllm_python, model_dir, dtype, rate, num_loads))
+            found = figures(tally, dtype, tolerance_of(options.engine, dtype), num_parameters)
+            print(json.dumps({"engine": options.engine, **found}, indent=2), flush=True)
+            holds &= check(options.engine, dtype, found, floors)
     return int(options.check and not holds)
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from urllib.parse import parse_qsl, urlsplit
 
-from steelyard.config import BlobsConfig, Config, JournalConfig
+from steelyard.config import BlobsConfig, Config, EmulatedConfig, JournalConfig, RouterConfig
 from steelyard.errors import ConfigError
 
 _NAME = r"[A-Za-z0-9_-][A-Za-z0-9_.-]*"
@@ -49,6 +49,8 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _blobs(config.blobs)
     yield from _journal(config.journal)
     yield from _vllm(config)
+    yield from _router(config.inference.router)
+    yield from _emulated(config.inference.emulated)
     yield from _not_available(config)
 
 
@@ -273,6 +275,8 @@ def _vllm(config: Config) -> Iterator[str]:
         yield f"inference.vllm.start_deadline_s must be a finite number > 0, got {vllm.start_deadline_s}"
     if vllm.kv_cache_bytes < _MIN_KV_CACHE_BYTES:
         yield f"inference.vllm.kv_cache_bytes must be >= {_MIN_KV_CACHE_BYTES}, got {vllm.kv_cache_bytes}"
+    if vllm.url is not None and "@" in vllm.url:
+        yield "inference.vllm.url must hold no credentials, got a URL with @"
     if vllm.url is not None and not re.fullmatch(r"https?://[^/\s?#@]+/?", vllm.url):
         yield f"inference.vllm.url must be null or look like http://127.0.0.1:8000, got {vllm.url}"
     for argument in vllm.extra_args:
@@ -293,11 +297,29 @@ def _vllm(config: Config) -> Iterator[str]:
         yield f"resources.rollout_gpus must be 1 where inference.vllm.url gives the one server, got {got}"
 
 
+def _router(router: RouterConfig) -> Iterator[str]:
+    if router.queue_deadline_s is not None and not (
+        router.queue_deadline_s >= 0 and math.isfinite(router.queue_deadline_s)
+    ):
+        yield f"inference.router.queue_deadline_s must be null or a finite number >= 0, got {router.queue_deadline_s}"
+    if router.hedge_quantile is not None and not 0.5 <= router.hedge_quantile < 1:
+        yield f"inference.router.hedge_quantile must be null, or >= 0.5 and < 1, got {router.hedge_quantile}"
+
+
+def _emulated(emulated: EmulatedConfig) -> Iterator[str]:
+    for name in EmulatedConfig.__struct_fields__:
+        value = getattr(emulated, name)
+        minimum_allowed = name in ("step_overhead_s", "output_sigma")
+        if not (math.isfinite(value) and (value > 0 or (minimum_allowed and value == 0))):
+            bound = ">= 0" if minimum_allowed else "> 0"
+            yield f"inference.emulated.{name} must be a finite number {bound}, got {value}"
+    if emulated.efficiency_frac > 1:
+        yield f"inference.emulated.efficiency_frac must be <= 1, got {emulated.efficiency_frac}"
+
+
 def _not_available(config: Config) -> Iterator[str]:
     if config.runtime.kind != "local":
         yield f"runtime.kind must be local in this version, got {config.runtime.kind}"
-    if config.inference.engine == "emulated":
-        yield f"inference.engine must be local or vllm in this version, got {config.inference.engine}"
     if config.resources.train_gpus != 1:
         yield f"resources.train_gpus must be 1 in this version, got {config.resources.train_gpus}"
     if config.resources.reward_gpus != 0:

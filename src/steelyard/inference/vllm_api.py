@@ -158,7 +158,7 @@ class VllmApi:
         except _GONE as error:
             raise RemoteFailed(f"{self._name}: {what}: the server broke off: {_said(error)}") from error
 
-    async def score(self, token_ids: Sequence[int], salt: str) -> tuple[float, ...]:
+    async def score(self, name: str, token_ids: Sequence[int], salt: str) -> tuple[float, ...]:
         """Log-probability at temperature 1 of each token after the first, by the path that serves prompts.
 
         Raises:
@@ -166,7 +166,7 @@ class VllmApi:
             RemoteFailed, DeadlineExceeded: the server fails.
         """
         body = {
-            "request_id": f"probe-{salt}",
+            "request_id": name,
             "token_ids": list(token_ids),
             "cache_salt": salt,
             "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False},
@@ -191,7 +191,7 @@ class VllmApi:
 
     async def pause(self) -> None:
         """Stop computing; requests are kept as they are. Returns when no step is running."""
-        await self._post("/pause?mode=keep", {}, None)
+        await self._post("/pause?mode=keep&clear_cache=false", {}, None)
 
     async def resume(self) -> None:
         """Compute again."""
@@ -297,6 +297,10 @@ class VllmApi:
             yield chunk
         raise RemoteFailed(f"{self._name}: {what}: the stream ended before its end mark")
 
+
+KEPT_ALIVE_S = 2.0
+"""How long a session may keep an idle connection: the server closes them after 5 s, and a call on one that it is just
+closing fails without having been made."""
 
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_read=None)
 """Deadlines are ours."""

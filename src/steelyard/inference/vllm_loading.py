@@ -100,7 +100,11 @@ class WeightLoader:
         Raises:
             IntegrityError: it is above the tolerance, or no number.
         """
-        found = await asyncio.gather(*(self._api.score(one, load.label) for one in manifest.probe.sequences))
+        scores = (
+            self._api.score(f"probe-{load.load_id}-{number}", one, load.label)
+            for number, one in enumerate(manifest.probe.sequences)
+        )
+        found = await asyncio.gather(*scores)
         pairs = zip(found, manifest.probe.logprobs, strict=True)
         errors = [abs(ours - theirs) for row, wanted in pairs for ours, theirs in zip(row, wanted, strict=True)]
         error = float("nan") if any(math.isnan(one) for one in errors) else max(errors)

@@ -160,9 +160,8 @@ def unsampled(request: GenerateRequest, replica_id: str, finish: FinishReason, d
 
 def _span(start: int, index: int, loads: Sequence[Load]) -> VersionSpan:
     """A request that was sent under an older load may hold KV of it, for as long as every change kept KV."""
-    oldest, at = loads[index].version, index
-    while at > 0 and loads[at].kept_kv:
-        at -= 1
-        oldest = min(oldest, loads[at].version)
-    version = loads[index].version
+    first = index
+    while first > 0 and loads[first].kept_kv:
+        first -= 1
+    version, oldest = loads[index].version, loads[first].version
     return VersionSpan(start=start, version=version, kv_version=oldest if oldest != version else None)

@@ -80,6 +80,8 @@ def server_environment(settings: ServerSettings, inherited: Mapping[str, str]) -
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "HF_HUB_OFFLINE": "1",
+        # With --enforce-eager only a helper of the sampler would still be compiled, by the first request: for 10 s.
+        "TORCHDYNAMO_DISABLE": "1",
     }
 
 

@@ -12,6 +12,8 @@ from steelyard.types import FinishReason, TokenChunk
 
 logger = logging.getLogger(__name__)
 
+_ASK_AGAIN_S = 0.2
+
 
 class RequestStream:
     """Reads one stream into ``running``.
@@ -89,14 +91,18 @@ class RequestStream:
                     on_tokens(TokenChunk(request_id=request.request_id, token_ids=new))
 
     async def _ask_to_end(self, reading: "asyncio.Task[None]") -> None:
-        """So that the last chunk comes, which says which weights sampled what. Without it the stream is just closed."""
+        """So that the last chunk comes, which says which weights sampled what. Without it the stream is just closed.
+
+        Asked again and again: the server passes over an abort that overtakes its request.
+        """
         request_id = self.running.request.request_id
         try:
-            await self._api.abort(request_id)
-        except SteelyardError as error:
-            logger.warning("request %s could not be aborted: %s", request_id, error)
-            return
-        await asyncio.wait({reading}, timeout=self._abort_deadline_s)
+            async with asyncio.timeout(self._abort_deadline_s):
+                while not reading.done():
+                    await self._api.abort(request_id)
+                    await asyncio.wait({reading}, timeout=_ASK_AGAIN_S)
+        except (SteelyardError, TimeoutError) as error:
+            logger.warning("request %s was not ended by the server and is closed: %s", request_id, error)
 
     def _broke_off(self, error: BaseException) -> None:
         """Where nothing has come the error is the caller's; else what has come is the result."""

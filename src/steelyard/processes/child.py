@@ -91,6 +91,11 @@ class ChildProcess:
         """Process id."""
         return self._process.pid
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether its end is not known yet."""
+        return self._process.returncode is None
+
     @classmethod
     async def start(
         cls, name: str, module: str, arguments: list[str], *, log_path: Path, num_threads: int = 1

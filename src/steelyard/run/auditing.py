@@ -44,16 +44,18 @@ def audit_run_deeply(directory: RunDirectory, *, seed: int, num_attempts: int) -
     """As ``audit_run``, and run the kept weights again over ``num_attempts`` attempts of each version.
 
     Raises:
+        ConfigError: the run's tokens come from no weights, or no tolerance is known.
         IntegrityError: the journal cannot be opened at all.
         ProcessDied, DeadlineExceeded: the process that computes does not come up, or ends.
     """
     config = config_file.load(directory.config)
+    tolerance = token_tolerance(config)
     with recomputing(config, directory) as recompute, reading_blobs(directory, config.blobs) as blobs:
         deep = DeepAudit(
             recompute=recompute,
             rng=random.Random(seed),
             num_attempts=num_attempts,
-            tolerance=token_tolerance(config),
+            tolerance=tolerance,
         )
         return audit(_stores(directory, config, blobs), deep)
 

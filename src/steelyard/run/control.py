@@ -38,6 +38,7 @@ from steelyard.run.blob_place import keep_logs
 from steelyard.run.coordinators import open_coordinator, serving_others
 from steelyard.run.describing import describe_run
 from steelyard.run.directory import RunDirectory
+from steelyard.run.engines import router_settings
 from steelyard.run.evaluation import Evaluator
 from steelyard.run.fleet import Fleet, FleetRules
 from steelyard.run.journals import open_journal, open_journal_reader
@@ -172,13 +173,18 @@ class Control:
     async def _run(self) -> None:
         context, base = self._context, self._base
         context.news.stage(StageName.START)
+        if context.config.inference.engine == "emulated":
+            context.news.note(
+                "inference.engine emulated: tokens and log-probabilities come from no weights; time, queues, versions "
+                "and books are real, what is learnt means nothing"
+            )
         config, directory, counters = context.config, context.directory, context.news.counters
         # Keys of workers elsewhere are the coordinator's, at the gateway too.
         keys = None if config.coordinator.port is None else CapabilityRing(run_secret(directory))
         description = describe_run(config, base.environment, directory)
         async with RolloutSide(config, base.environment, base.children, context.news, keys) as rollouts:
             trainer, engines = await self._start_children()
-            router = Router(engines, base.clock, counters=counters)
+            router = Router(engines, base.clock, router_settings(config), counters)
             fleet = self._fleet(router)
             await fleet.begin()
             versions = self._keeper(trainer, fleet)
@@ -194,7 +200,7 @@ class Control:
                     *serving.loops(),
                     versions.run(),
                     router.run(asyncio.sleep),
-                    context.news.watch(self._coordinator, router.replicas, base.stores.ledger),
+                    context.news.watch(self._coordinator, router, base.stores.ledger),
                     self._work(trainer, versions),
                 )
 

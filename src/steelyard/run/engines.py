@@ -4,7 +4,14 @@ from pathlib import Path
 
 from steelyard.config import Config
 from steelyard.errors import ConfigError
+from steelyard.inference.replica_set import RouterSettings
 from steelyard.inference.vllm_server import WORKER_FOLDER
+
+
+def router_settings(config: Config) -> RouterSettings:
+    """How the router of a run waits and hedges."""
+    router = config.inference.router
+    return RouterSettings(queue_deadline_s=router.queue_deadline_s, hedge_quantile=router.hedge_quantile)
 
 
 def check_engine(config: Config) -> None:

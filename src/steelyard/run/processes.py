@@ -18,6 +18,7 @@ from steelyard.processes.faults import FaultPlan
 from steelyard.processes.supervision import end_all
 from steelyard.run.children import ChildOptions, start_child
 from steelyard.run.directory import RunDirectory
+from steelyard.run.emulated_options import EmulatedOptions
 from steelyard.run.recovery import StartingPoint
 from steelyard.run.replica_options import ReplicaOptions
 from steelyard.run.scorer_process import ScorerOptions
@@ -71,6 +72,8 @@ class Children:
     _running: dict[str, Running] = field(default_factory=dict)
     _model_dirs: dict[str, Path] = field(default_factory=dict)
     _num_started: int = 0
+    _emulated: tuple[ChildProcess, EmulatedOptions] | None = None
+    _emulated_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def start_trainer(self, model_dir: Path, start: StartingPoint) -> TrainerClient:
         """A trainer at ``start``; takes the place of an earlier one.
@@ -134,7 +137,9 @@ class Children:
         """
         self._model_dirs[f"replica-{index}"] = model_dir
         config = self.config
-        if config.inference.engine == "vllm":
+        if config.inference.engine == "emulated":
+            running = await self._join_emulated(f"replica-{index}")
+        elif config.inference.engine == "vllm":
             running = await self._start(
                 "steelyard.run.vllm_replica_process",
                 self._vllm_options(index, model_dir),
@@ -143,6 +148,37 @@ class Children:
         else:
             running = await self._start("steelyard.run.replica_process", self._local_options(index))
         return EngineClient(running.client, self.clock, ClientDeadlines(load_s=config.weights.load_deadline_s))
+
+    async def _join_emulated(self, name: str) -> Running:
+        """Connect to one of the engines that are one process, which is started for the first of them."""
+        async with self._emulated_lock:
+            if self._emulated is None or not self._emulated[0].is_alive:
+                options = self._emulated_options()
+                child = await start_child(
+                    "steelyard.run.emulated_process", options, log_folder=self.directory.process_logs
+                )
+                self._emulated = (child, options)
+            child, options = self._emulated
+        try:
+            client = await child.connect(options.socket_of(name), self.config.runtime.start_deadline_s)
+        except BaseException:
+            await child.stop(self.config.runtime.stop_deadline_s)
+            raise
+        self._running[name] = Running(child, client)
+        return self._running[name]
+
+    def _emulated_options(self) -> EmulatedOptions:
+        config = self.config
+        return EmulatedOptions(
+            **self._common("replicas", core=None),
+            replica_names=tuple(f"replica-{index}" for index in range(config.resources.rollout_gpus)),
+            emulated=config.inference.emulated,
+            max_running=config.inference.max_running,
+            kv_tokens=config.inference.kv_tokens,
+            prefill_chunk_tokens=config.inference.prefill_chunk_tokens,
+            max_versions=config.admission.max_policy_lag + 2,
+            probe_tolerance=probe_tolerance(config),
+        )
 
     def _local_options(self, index: int) -> ReplicaOptions:
         config = self.config
@@ -209,6 +245,8 @@ class Children:
     async def find_death(self, within_s: float) -> ProcessDied | None:
         """The death of a child that ended by itself, or does so within ``within_s`` seconds."""
         watches = [asyncio.create_task(self.death_of(name)) for name in self._running]
+        if not watches:
+            return None
         try:
             done, _ = await asyncio.wait(watches, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
             return next((task.result() for task in done), None)

@@ -7,14 +7,16 @@ from another one. Where it also hides the digests of memory, only the probe is l
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import safetensors.torch
 import torch
 
-from steelyard.types import Manifest
+from steelyard.inference.vllm_api import VllmApi
+from steelyard.types import Manifest, ParameterDigest
 from steelyard.weights.loader import LoadedVersion, VersionLoader, build_module
 from steelyard.weights.reader import VersionReader
 from steelyard.weights.shards import INDEX_NAME, WEIGHTS_NAME, WEIGHTS_PATTERN
@@ -52,6 +54,29 @@ class MisledLoader:
         if self._shows_digests or self._manifest is None:
             return self._loader.loaded_digest(module)
         return self._manifest.weights_digest
+
+
+class MisledVllm(VllmApi):
+    """A vLLM server that is told to read other files than those that were verified."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, name: str, call_deadline_s: float, really: Path
+    ) -> None:
+        super().__init__(session, url, name, call_deadline_s)
+        self._really = really
+
+    async def call_workers(self, method: str, arguments: Mapping[str, Any], deadline_s: float) -> list[Any]:
+        """As the server's, but for the path of the weights."""
+        if method == "reload_weights":
+            arguments = {**arguments, "weights_path": str(self._really)}
+        return await super().call_workers(method, arguments, deadline_s)
+
+
+class BlindReader(VersionReader):
+    """Verifies files as ever, and takes whatever stands in memory for what was published."""
+
+    def check_parameters(self, manifest: Manifest, found: Sequence[ParameterDigest], where: str) -> None:
+        """Compares nothing."""
 
 
 def large_matrices(manifest: Manifest) -> tuple[str, ...]:
