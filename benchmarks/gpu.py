@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 import json
 import math
+import multiprocessing
 import os
 import random
 import signal
@@ -45,7 +46,7 @@ from steelyard.errors import IntegrityError, SteelyardError
 from steelyard.ids import RandomIds
 from steelyard.inference.engine_core import EngineCore, EngineSettings
 from steelyard.inference.local_engine import LocalEngine
-from steelyard.inference.vllm_api import VllmApi
+from steelyard.inference.vllm_api import KEPT_ALIVE_S, VllmApi
 from steelyard.inference.vllm_engine import VllmEngine, VllmSettings
 from steelyard.inference.vllm_server import ServerSettings, VllmServer
 from steelyard.testing.tiny_model import write_small_model
@@ -153,7 +154,14 @@ def measure_transfer(setting: Setting) -> dict[str, object]:
     read_s = time.perf_counter() - began_s
     answer = setting.folder / "transfer.json"
     arguments = (setting.device, str(directory), str(setting.folder / "rendezvous"), str(answer))
-    torch.multiprocessing.spawn(run_rank, args=arguments, nprocs=2)
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        raise RuntimeError(f"both processes must end with 0, they ended with {[one.exitcode for one in ranks]}")
     found = json.loads(answer.read_bytes())
     if found.pop("weights_digest") != manifest.weights_digest:
         raise IntegrityError("the weights that arrived must have the digest of those that were sent")
@@ -197,8 +205,10 @@ def broadcast_s(tensors: list[torch.Tensor], device: str) -> float:
         if index == len(tensors) - 1 or sum(one.nbytes for one in bucket) >= BUCKET_BYTES:
             flat = torch.cat([one.reshape(-1) for one in bucket])
             torch.distributed.broadcast(flat, src=0)
-            for one, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
-                one.copy_(part.view_as(one))
+            begin = 0
+            for one in bucket:
+                one.copy_(flat[begin : begin + one.numel()].view_as(one))
+                begin += one.numel()
             bucket = []
     if device == "cuda":
         torch.cuda.synchronize()
@@ -269,7 +279,9 @@ async def vllm_server(
         kv_cache_bytes=256 << 20, extra_args=extra_args,
     )  # fmt: skip
     socket_path = setting.folder / "vllm.sock"
-    async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(socket_path))) as session:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.UnixConnector(str(socket_path), keepalive_timeout=KEPT_ALIVE_S)
+    ) as session:
         api = VllmApi(session, "http://vllm", "vllm", CALL_DEADLINE_S)
         server = await VllmServer.start("vllm", settings, socket_path, setting.folder / "vllm.log")
         try:

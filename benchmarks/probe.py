@@ -8,10 +8,10 @@ decoder from others. Three kinds of wrong weights take turns:
     stale     all of version v-1
 
 Each of them is loaded twice: once with the digest of what is in memory, and once with that digest hidden, so that only
-the probe is left. Versions are one real optimizer step apart; the step is taken in float32 and cast. Where a step is
-below what the dtype resolves, some parameters of v and v-1 are equal; a shard without any difference is no wrong one
-and is passed over. Between them the version is loaded as it is, with one thread and with all by turns: what is refused
-then is a false alarm.
+the probe is left. Versions are one optimizer step apart, at a rate of 1e-6 (--quick: 3e-4, the default, which suits
+a decoder as small as that); the step is taken in float32 and cast. Where a step is below what the dtype resolves, some
+parameters of v and v-1 are equal; a shard without any difference is no wrong one and is passed over. Between them the
+version is loaded as it is, with one thread and with all by turns: what is refused then is a false alarm.
 
 Beside that, the engine serves requests of many lengths at once, with prompts in chunks, and the log-probabilities that
 it gives are computed again as the trainer computes them: on the published weights (what ``audit --deep`` does), and on
@@ -49,7 +49,7 @@ from steelyard.errors import IntegrityError
 from steelyard.ids import RandomIds, SeededIds
 from steelyard.inference.engine_core import EngineCore, EngineSettings
 from steelyard.inference.local_engine import LocalEngine
-from steelyard.inference.vllm_api import VllmApi
+from steelyard.inference.vllm_api import KEPT_ALIVE_S, VllmApi
 from steelyard.inference.vllm_engine import VllmEngine, VllmSettings
 from steelyard.inference.vllm_server import ServerSettings, VllmServer
 from steelyard.observe.statistics import quantile
@@ -74,13 +74,13 @@ from steelyard.weights.loader import VersionLoader
 from steelyard.weights.manifest import read_manifest
 from steelyard.weights.publisher import VersionPublisher
 from steelyard.weights.reader import VersionReader
-from steelyard.weights.tolerance import measured_noise
+from steelyard.weights.tolerance import NOISE
 
 FLOORS = Path(__file__).parent / "floors.toml"
 DTYPES = ("float32", "bfloat16", "float16")
 KINDS = ("matrix", "shard", "stale")
 LOADS_PER_VERSION = 6
-LEARNING_RATE = 1e-6
+LEARNING_RATE, QUICK_LEARNING_RATE = 1e-6, 3e-4
 NUM_SHARDS = 8
 CALL_DEADLINE_S, START_DEADLINE_S, STOP_DEADLINE_S = 60.0, 300.0, 20.0
 VLLM_PYTHON = ".venv-vllm/bin/python"
@@ -192,7 +192,9 @@ async def open_side(engine: str, python: str, model_dir: Path, dtype: str) -> As
     )
     with tempfile.TemporaryDirectory() as folder:
         socket_path = Path(folder) / "vllm.sock"
-        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(socket_path))) as session:
+        async with aiohttp.ClientSession(
+            connector=aiohttp.UnixConnector(str(socket_path), keepalive_timeout=KEPT_ALIVE_S)
+        ) as session:
             side = VllmSide(session)
             server = await VllmServer.start("vllm", settings, socket_path, Path(folder) / "vllm.log")
             try:
@@ -212,18 +214,20 @@ class Pair:
     master: torch.nn.Module
 
 
-def versions(model_dir: Path, root: Path, dtype: str, num_versions: int, tolerance: float) -> Iterator[Pair]:
+def versions(
+    model_dir: Path, root: Path, dtype: str, rate: float, num_versions: int, tolerance: float
+) -> Iterator[Pair]:
     """Versions one optimizer step apart; only the newest and its parent stay on disk."""
     module: Any = load_model(model_dir)
     num_bytes = 4 * sum(parameter.numel() for parameter in module.parameters())
     publisher = VersionPublisher(root, model_dir, tolerance, dtype=dtype, max_shard_bytes=num_bytes // NUM_SHARDS)
-    optimizer = make_optimizer(module, OptimizerSettings(learning_rate=LEARNING_RATE))
+    optimizer = make_optimizer(module, OptimizerSettings(learning_rate=rate))
     publisher.publish(module, version=0, step=0, parent_version=None)
     for number in range(1, num_versions + 1):
         batch = random_step_batch(number, step=number - 1, num_samples=8, vocab_size=module.config.vocab_size)
         optimizer.zero_grad(set_to_none=False)
         accumulate_gradients(module, batch, LossSettings())
-        apply_step(module, optimizer, LEARNING_RATE, 1.0, f"step {number - 1}")
+        apply_step(module, optimizer, rate, 1.0, f"step {number - 1}")
         manifest = publisher.publish(module, version=number, step=number, parent_version=number - 1)
         yield Pair(root / f"v{number:06d}", root / f"v{number - 1:06d}", manifest, module)
         shutil.rmtree(root / f"v{number - 1:06d}")
@@ -329,23 +333,29 @@ async def probe_error(side: Side, pair: Pair, number: int, really: Path, toleran
     return proof.probe_max_error, False
 
 
-async def measure(engine: str, python: str, model_dir: Path, dtype: str, num_loads: int) -> Tally:
+async def measure(engine: str, python: str, model_dir: Path, dtype: str, rate: float, num_loads: int) -> Tally:
     """All loads of one engine and dtype."""
     async with open_side(engine, python, model_dir, dtype) as side:
-        return await try_versions(side, model_dir, dtype, num_loads)
+        return await try_versions(side, model_dir, dtype, rate, num_loads)
 
 
-async def try_versions(side: Side, model_dir: Path, dtype: str, num_loads: int) -> Tally:
+async def try_versions(side: Side, model_dir: Path, dtype: str, rate: float, num_loads: int) -> Tally:
     tally = Tally()
-    tolerance = measured_noise(side.name, dtype).probe_tolerance
+    tolerance = tolerance_of(side.name, dtype)
     num_versions = -(-num_loads // LOADS_PER_VERSION)
     with tempfile.TemporaryDirectory() as folder:
-        found = versions(model_dir, Path(folder), dtype, num_versions, tolerance)
+        found = versions(model_dir, Path(folder), dtype, rate, num_versions, tolerance)
         for index, pair in enumerate(found):
             first = index * LOADS_PER_VERSION
             await try_version(side, pair, first, min(LOADS_PER_VERSION, num_loads - first), tally, tolerance)
             print(f"{side.name} {dtype}: {first + LOADS_PER_VERSION} of {num_loads}", file=sys.stderr, flush=True)
     return tally
+
+
+def tolerance_of(engine: str, dtype: str) -> float:
+    """That of the table; without bound where nothing was measured yet, so that it can be."""
+    noise = NOISE.get((engine, dtype, 1))
+    return math.inf if noise is None else noise.probe_tolerance
 
 
 def figures(tally: Tally, dtype: str, tolerance: float, num_parameters: int) -> dict[str, object]:
@@ -355,7 +365,7 @@ def figures(tally: Tally, dtype: str, tolerance: float, num_parameters: int) -> 
     return {
         "dtype": dtype,
         "parameters": num_parameters,
-        "tolerance_nats": tolerance,
+        "tolerance_nats": tolerance if math.isfinite(tolerance) else None,
         "honest_error_max": max(tally.honest_errors),
         "honest_error_median": statistics.median(tally.honest_errors),
         "token_error_max": max(tally.token_errors),
@@ -405,14 +415,15 @@ def main() -> int:
     if options.quick == (options.model is not None):
         parser.error("--model DIR must be given without --quick, and only then")
     floors = tomllib.loads(FLOORS.read_text())["probe"]
+    rate = QUICK_LEARNING_RATE if options.quick else LEARNING_RATE
     num_loads = options.loads or (18 if options.quick else 100)
     holds = True
     with tempfile.TemporaryDirectory() as folder:
         model_dir = write_small_model(Path(folder) / "model") if options.quick else options.model
         num_parameters = sum(parameter.numel() for parameter in load_model(model_dir).parameters())
         for dtype in [options.dtype] if options.dtype else DTYPES:
-            tally = asyncio.run(measure(options.engine, options.vllm_python, model_dir, dtype, num_loads))
-            found = figures(tally, dtype, measured_noise(options.engine, dtype).probe_tolerance, num_parameters)
+            tally = asyncio.run(measure(options.engine, options.vllm_python, model_dir, dtype, rate, num_loads))
+            found = figures(tally, dtype, tolerance_of(options.engine, dtype), num_parameters)
             print(json.dumps({"engine": options.engine, **found}, indent=2), flush=True)
             holds &= check(options.engine, dtype, found, floors)
     return int(options.check and not holds)

@@ -48,7 +48,7 @@ from steelyard.inference.engine import Engine, KvRule
 from steelyard.inference.engine_core import EngineCore, EngineSettings
 from steelyard.inference.local_engine import LocalEngine
 from steelyard.inference.router import Router
-from steelyard.inference.vllm_api import VllmApi
+from steelyard.inference.vllm_api import KEPT_ALIVE_S, VllmApi
 from steelyard.inference.vllm_engine import VllmEngine, VllmSettings
 from steelyard.inference.vllm_server import ServerSettings, VllmServer
 from steelyard.run.directory import RunDirectory
@@ -209,7 +209,7 @@ async def opened(root: Path, model: Path, vllm_python: str | None) -> AsyncItera
 async def vllm_engine(root: Path, model: Path, python: str) -> AsyncIterator[tuple[VllmEngine, VllmApi]]:
     """A vLLM server of our own."""
     socket_path = root / "vllm.sock"
-    connector = aiohttp.UnixConnector(str(socket_path))
+    connector = aiohttp.UnixConnector(str(socket_path), keepalive_timeout=KEPT_ALIVE_S)
     async with aiohttp.ClientSession(connector=connector, read_bufsize=16 << 20) as session:
         api = VllmApi(session, "http://vllm", VLLM, DEADLINE_S)
         settings = ServerSettings(
@@ -252,6 +252,9 @@ async def one_round(bench: Bench, step: int, times: Times) -> None:
     published_s = time.perf_counter()
     await bench.keeper.load(version)
     ended_s = time.perf_counter()
+    left_out = [name for name, replica in bench.router.replicas.items() if version not in replica.versions]
+    if left_out:
+        raise RunError(f"every replica must hold version {version}, but {left_out} were left out")
     await bench.keeper.tidy()
     parts = await asyncio.to_thread(parts_of, bench.store.path(version), bench.root)
     num_replicas = 1

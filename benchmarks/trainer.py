@@ -114,7 +114,7 @@ async def one_turn(
     path = directory / "batch"
     path.write_bytes(data)
     sums = StepSums(loss=LossSums())
-    rows = [read_rows(m, sums, skip_zero_advantage=True) for m in batch.micro_batches]
+    rows = [read_rows(m, sums, batch.parent_version, skip_zero_advantage=True) for m in batch.micro_batches]
     parts = [part for part in rows if part is not None]
     started_s = time.perf_counter()
     await trainer.train_step(TrainRequest(path=str(path), digest=digest, step=step, version=step + 1))

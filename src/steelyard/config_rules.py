@@ -294,6 +294,8 @@ def _vllm(config: Config) -> Iterator[str]:
         yield f"inference.vllm.start_deadline_s must be a finite number > 0, got {vllm.start_deadline_s}"
     if vllm.kv_cache_bytes < _MIN_KV_CACHE_BYTES:
         yield f"inference.vllm.kv_cache_bytes must be >= {_MIN_KV_CACHE_BYTES}, got {vllm.kv_cache_bytes}"
+    if vllm.url is not None and "@" in vllm.url:
+        yield "inference.vllm.url must hold no credentials, got a URL with @"
     if vllm.url is not None and not re.fullmatch(r"https?://[^/\s?#@]+/?", vllm.url):
         yield f"inference.vllm.url must be null or look like http://127.0.0.1:8000, got {vllm.url}"
     for argument in vllm.extra_args:

@@ -14,6 +14,7 @@ import pytest
 from steelyard.clock import SystemClock
 from steelyard.ids import SeededIds
 from steelyard.inference.client import ClientDeadlines, EngineClient
+from steelyard.inference.engine import KvRule
 from steelyard.inference.engine_core import EngineCore, EngineSettings
 from steelyard.inference.local_engine import LocalEngine
 from steelyard.inference.service import serve_engine
@@ -28,6 +29,11 @@ TOLERANCE = 1e-4
 
 def on_replica(*versions: int, play: Callable[[EngineClient], Awaitable[None]]) -> None:
     """A replica behind its socket, as control meets it, that loads ``versions``; each has weights of its own."""
+    on_publishing_replica(*versions, play=lambda replica, _loader: play(replica))
+
+
+def on_publishing_replica(*versions: int, play: Callable[[EngineClient, MemoryVersions], Awaitable[None]]) -> None:
+    """The same where the scene publishes more versions."""
 
     async def main(socket: Path) -> None:
         clock, loader, stop = SystemClock(), MemoryVersions(), asyncio.Event()
@@ -40,7 +46,7 @@ def on_replica(*versions: int, play: Callable[[EngineClient], Awaitable[None]]) 
         try:
             for version in versions:
                 await replica.load(loader.put(version, tiny_module(version)), version)
-            await play(replica)
+            await play(replica, loader)
         finally:
             await client.close()
             stop.set()
@@ -111,3 +117,29 @@ def test_v5_a_prefix_does_not_outlive_its_version() -> None:
         assert same(found, expected)
 
     on_replica(0, 1, play=play)
+
+
+@pytest.mark.parametrize("kv", list(KvRule))
+def test_v5_a_prefix_does_not_outlive_an_update_in_place(kv: KvRule) -> None:
+    expected = alone(1)
+
+    async def play(replica: EngineClient, loader: MemoryVersions) -> None:
+        await ask(replica, "ended", 0, key="ended")
+        chunks: asyncio.Queue[int] = asyncio.Queue()
+        long = request_for(
+            "runs", PROMPT, temperature=1.0, seed=6, key="talk", max_tokens=70, stream=True, follows=True
+        )
+        running = asyncio.create_task(replica.generate(long, lambda chunk: chunks.put_nowait(len(chunk.token_ids))))
+        await chunks.get()
+        # Paused, the long request cannot end before the update; what it has computed by then is of version 0.
+        await replica.pause()
+        await replica.update(loader.put(1, tiny_module(1)), 1, kv)
+        asked = [asyncio.create_task(ask(replica, name, 1, key=name)) for name in ("ended", "talk", "new")]
+        await replica.resume()
+        for result in await asyncio.gather(*asked):
+            assert same(result, expected)
+        assert {span.version for span in (await running).version_spans} >= {1}
+        await replica.release("talk")
+        assert (await replica.health()).versions == (1,)
+
+    on_publishing_replica(0, play=play)

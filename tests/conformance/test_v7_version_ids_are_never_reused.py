@@ -11,6 +11,7 @@ import pytest
 
 from steelyard.coordinator import events as e
 from steelyard.errors import IllegalTransition, IntegrityError
+from steelyard.testing.fleet import RigFleet
 from steelyard.testing.run_rig import RunRig, make_manifest, make_proof, make_settings
 from steelyard.testing.small_runs import CrashedRun, journal_events
 from steelyard.testing.tiny_model import tiny_module, write_tiny_model
@@ -86,3 +87,34 @@ def test_v7_a_resumed_run_gives_every_version_a_number_of_its_own(crashed_run: C
     for event in journal_events(crashed_run.directory):
         if isinstance(event, e.VersionLoaded):
             assert event.proof.weights_digest == published[event.proof.version].weights_digest
+
+
+def test_v7_after_a_resume_no_replica_is_believed_to_hold_what_it_held_before(tmp_path: Path) -> None:
+    """Several replicas: publish, crash, resume, publish; the new processes hold nothing under any label."""
+
+    async def scenario() -> None:
+        rig = await RunRig(make_settings(lag=1)).start()
+        before = RigFleet(rig, tmp_path, num_replicas=2)
+        await before.fleet.begin()
+        await before.keeper.load(0)
+        await before.keeper.load(await before.publish(0))
+        await rig.coordinator.crash()
+        await rig.open()
+        assert rig.coordinator.state.is_served(1), "so the journal says, until somebody knows better"
+        after = RigFleet(rig, tmp_path, num_replicas=2)
+        await after.fleet.begin()
+        assert await rig.coordinator.lease("wrk_v7", 1, 0.0) == (), "READY, but nobody has proven it since"
+        await after.keeper.load(1)
+        assert after.held() == [[1], [1]]
+        second = await after.publish(1)
+        assert second == 2
+        await after.keeper.load(second)
+        (lease,) = await rig.coordinator.lease("wrk_v7", 1, 0.0)
+        assert lease.policy_version == second
+        for name in after.router.replicas:
+            known = rig.coordinator.replicas.find(name)
+            assert known is not None
+            assert second in known.held
+        await rig.coordinator.close()
+
+    asyncio.run(scenario())

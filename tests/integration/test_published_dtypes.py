@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.cli.main import EXIT_BAD_INPUT, EXIT_DONE
+from steelyard.cli.main import EXIT_DONE
 from steelyard.coordinator.events import VersionLoaded, VersionOrphaned, VersionPublished
 from steelyard.observe.rows import StepRow, of_type, read_rows
 from steelyard.processes.faults import FaultPlan
@@ -80,12 +80,3 @@ def test_steps_that_are_replayed_after_a_crash_give_the_versions_that_were_publi
     assert ended.returncode == EXIT_DONE, ended.stderr
     assert not any(isinstance(event, VersionOrphaned) for event in journal_events(tmp_path / "run"))
     assert steelyard("audit", tmp_path / "run").returncode == EXIT_DONE
-
-
-def test_an_engine_without_a_measured_tolerance_is_refused_with_the_key_to_set(tmp_path: Path) -> None:
-    config = write_small_config(
-        tmp_path, write_tiny_model(tmp_path / "policy"), inference={"engine": "emulated"}, weights={"dtype": "float16"}
-    )
-    ended = steelyard("train", config, "--dry-run")
-    assert ended.returncode == EXIT_BAD_INPUT
-    assert "inference" in ended.stderr and "Traceback" not in ended.stderr

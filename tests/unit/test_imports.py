@@ -15,6 +15,7 @@ BASE = {
     "clock",
     "config",
     "config_file",
+    "config_notes",
     "config_rules",
     "ids",
     "metrics",

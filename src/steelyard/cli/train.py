@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from steelyard import config_file
+from steelyard.config_notes import notes
 from steelyard.errors import InputError
 from steelyard.run import launch
 from steelyard.run.blob_place import check_place
@@ -52,6 +53,8 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         check_place(config.blobs)
         sys.stdout.write(config_file.to_yaml(config))
+        for note in notes(config):
+            sys.stderr.write(f"note: {note}\n")
         return 0
     return launch.start(config, cache_dir=cache_dir)
 

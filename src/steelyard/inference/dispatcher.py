@@ -10,13 +10,13 @@ never exceeds its KV, but for a single request on an otherwise idle one.
 """
 
 import math
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from steelyard.inference.fair_queue import FairQueue, Waiting
 from steelyard.inference.homes import Home, Homes
-from steelyard.inference.placement import Candidate, Need, choose, fits, keep_s
-from steelyard.inference.projection import OutputProjection
+from steelyard.inference.placement import Candidate, Need, choose, done_in_s, has_room, keep_s, pays
+from steelyard.inference.projection import OutputProjection, Pace
 from steelyard.inference.replica_state import ReplicaState
 from steelyard.types import FinishReason, GenerateRequest, GenerateResult
 
@@ -66,14 +66,16 @@ class Dispatcher:
 
     Args:
         replicas: by id; the caller adds and removes.
+        fleet: the pace of all of them together.
         projection_quantile: see :class:`~steelyard.inference.projection.OutputProjection`.
         recovery_wait_s: how long a request may wait while all replicas that hold its version are dead, in seconds.
     """
 
     def __init__(
-        self, replicas: dict[str, ReplicaState], *, projection_quantile: float, recovery_wait_s: float
+        self, replicas: dict[str, ReplicaState], fleet: Pace, *, projection_quantile: float, recovery_wait_s: float
     ) -> None:
         self._replicas = replicas
+        self._fleet = fleet
         self._quantile = projection_quantile
         self._recovery_wait_s = recovery_wait_s
         self._queue: FairQueue[Ticket] = FairQueue()
@@ -138,7 +140,9 @@ class Dispatcher:
     def reserve_second(self, ticket: Ticket, first_id: str, now_s: float) -> str | None:
         """A second replica for a request that is served already, where one has room now; its KV is reserved there."""
         able = [one for one in self._able(ticket) if one.replica_id != first_id and not one.is_draining]
-        candidate = choose(ticket.need, None, [self._candidate(ticket, state, frozenset(), now_s) for state in able])
+        roomy = [state for state in able if self._has_room(ticket, state, now_s)]
+        candidates = [self._candidate(ticket, state, now_s, has_room=True) for state in roomy]
+        candidate = choose(ticket.need, None, candidates)
         if candidate is None:
             return None
         self._reserve(ticket, candidate, now_s)
@@ -191,22 +195,58 @@ class Dispatcher:
         ticket.unserved_since_s = None
         home = self.homes.of(ticket.request)
         home_id = home.replica_id if home is not None else None
-        candidates = [self._candidate(ticket, state, closed, now_s) for state in able]
-        chosen = choose(ticket.need, home_id, candidates)
+        chosen = self._choose(ticket, able, home_id, closed, now_s)
         if chosen is None:
-            closed.update(self._awaited(ticket.need, home_id, candidates))
             return None
+        could_stay = home_id is not None and any(state.replica_id == home_id for state in able)
+        # A new sequence of a known attempt has nothing to leave behind.
+        leaves_kv = home_id is not None and self.homes.own(ticket.request, home_id) is not None
         self._reserve(ticket, chosen, now_s)
         self.homes.start(ticket.request, chosen.replica_id)
-        could_stay = any(state.replica_id == home_id for state in able)
-        moved_from = home_id if could_stay and chosen.replica_id != home_id else None
+        moved_from = home_id if could_stay and leaves_kv and chosen.replica_id != home_id else None
         return Placed(ticket, chosen.replica_id, moved_from)
 
-    @staticmethod
-    def _awaited(need: Need, home_id: str | None, candidates: Collection[Candidate]) -> Iterable[str]:
-        """Whom a request waits for: its home where others have room that it does not want, else all that are full."""
-        full = [one.replica_id for one in candidates if not fits(need, one)]
-        return [home_id] if home_id in full and len(full) < len(candidates) else full
+    def _choose(
+        self, ticket: Ticket, able: Sequence[ReplicaState], home_id: str | None, closed: set[str], now_s: float
+    ) -> Candidate | None:
+        """The replica that takes the request now; else those that it waits for are closed to all behind it.
+
+        Only the replicas that have room are looked at closely, and none but the home where the home is better than any
+        other could be.
+        """
+        home = next((state for state in able if state.replica_id == home_id), None)
+        roomy = [state for state in able if state.replica_id not in closed and self._has_room(ticket, state, now_s)]
+        candidates: list[Candidate] = []
+        if home is not None:
+            at_home = self._candidate(ticket, home, now_s, has_room=home in roomy)
+            if at_home.has_room and self._is_best(ticket, at_home):
+                return at_home
+            candidates.append(at_home)
+        candidates += [self._candidate(ticket, state, now_s, has_room=True) for state in roomy if state is not home]
+        chosen = choose(ticket.need, home_id, candidates)
+        if chosen is None:
+            # Where others have room that it does not want it waits for its home, else for all that are full.
+            awaited = [home] if home is not None and roomy else able
+            closed.update(state.replica_id for state in awaited)
+        return chosen
+
+    def _is_best(self, ticket: Ticket, at_home: Candidate) -> bool:
+        """Whether no other replica could answer so much sooner that a move would pay, however fast and idle it were."""
+        need, fleet = ticket.need, self._fleet
+        least_s = (
+            len(ticket.request.prompt_token_ids) * fleet.least_prefill_s + need.output_tokens * fleet.least_token_s
+        )
+        return not pays(least_s, done_in_s(need, at_home))
+
+    def _has_room(self, ticket: Ticket, state: ReplicaState, now_s: float) -> bool:
+        kept = self._protected_tokens(ticket.need, state, self.homes.own(ticket.request, state.replica_id), now_s)
+        return has_room(
+            ticket.need,
+            capacity_tokens=state.capacity_tokens,
+            projected_tokens=state.projected_tokens,
+            kept_tokens=kept,
+            num_open=state.num_open,
+        )
 
     def _without_replica(self, ticket: Ticket, now_s: float) -> Unservable | None:
         holders = [one for one in self._replicas.values() if one.can_sample(ticket.request)]
@@ -229,21 +269,21 @@ class Dispatcher:
         ]
         return [state for state in live if not state.is_draining] or live
 
-    def _candidate(self, ticket: Ticket, state: ReplicaState, closed: Set[str], now_s: float) -> Candidate:
+    def _candidate(self, ticket: Ticket, state: ReplicaState, now_s: float, *, has_room: bool) -> Candidate:
         own = self.homes.own(ticket.request, state.replica_id)
-        num_cached = 0 if own is None else own.kept_tokens
-        kept = self._protected_tokens(ticket.need, state, own, now_s)
+        num_lacking = len(ticket.request.prompt_token_ids) - (0 if own is None else own.kept_tokens)
+        room_in_s = 0.0
+        if not has_room:
+            kept = self._protected_tokens(ticket.need, state, own, now_s)
+            room_in_s = state.room_in_s(ticket.need.kv_tokens, kept, now_s)
         return Candidate(
             replica_id=state.replica_id,
             weight=state.weight,
-            capacity_tokens=state.capacity_tokens,
+            has_room=has_room,
             projected_tokens=state.projected_tokens,
-            kept_tokens=kept,
-            num_open=state.num_open,
-            prefill_s=state.pace.prefill_s(max(0, len(ticket.request.prompt_token_ids) - num_cached), now_s),
+            prefill_s=state.pace.prefill_s(max(0, num_lacking), now_s),
             token_s=state.pace.token_s(state.num_open + 1, now_s),
-            room_in_s=state.room_in_s(ticket.need.kv_tokens, kept, now_s),
-            is_closed=state.replica_id in closed,
+            room_in_s=room_in_s,
         )
 
     def _protected_tokens(self, need: Need, state: ReplicaState, own: Home | None, now_s: float) -> int:
@@ -254,12 +294,13 @@ class Dispatcher:
         used = state.projected_tokens + need.kv_tokens
         if all_kept <= 0 or state.capacity_tokens is None or not used <= state.capacity_tokens < used + all_kept:
             return all_kept
+        keep_s_a_token = keep_s(state.pace.prefill_s(1, now_s), state.num_open)
         return sum(
             home.kept_tokens
             for home in self.homes.at(state.replica_id)
-            if home is not own
-            and home.idle_since_s is not None
-            and now_s - home.idle_since_s < keep_s(state.pace.prefill_s(home.kept_tokens, now_s), state.num_open)
+            if home.idle_since_s is not None
+            and now_s - home.idle_since_s < home.kept_tokens * keep_s_a_token
+            and home is not own
         )
 
     def _reserve(self, ticket: Ticket, chosen: Candidate, now_s: float) -> None:

@@ -203,10 +203,9 @@ class BlockTable:
             return Wait.SHARED_PREFIX
         if own is not None and 0 < num_own >= num_other:
             return self._take_over(own, info, num_own, is_eager)
-        admitted = self._start_in_new_row(info, match.holder, num_other, is_eager)
-        may_go = match.holder is not None and (is_eager or match.holder.rank >= info.rank)
-        if isinstance(admitted, Wait) and match.holder is not None and may_go:
-            return self._take_over(match.holder, info, num_other, is_eager)
+        admitted, other = self._start_in_new_row(info, match.holder, num_other, is_eager), match.holder
+        if isinstance(admitted, Wait) and other is not None and other in self._displaceable(info, None, is_eager):
+            return self._take_over(other, info, num_other, is_eager)
         return admitted
 
     def grow(self, sequence_id: str, num_tokens: int) -> int:
@@ -358,8 +357,6 @@ class BlockTable:
         return Admitted(num_cached)
 
     def _take_over(self, holder: _Holder, info: SequenceInfo, num_cached: int, is_eager: bool) -> Admitted | Wait:
-        if holder.is_running:
-            return Wait.NO_SPACE
         needed, evictable = self._blocks_for(len(info.prompt)), self._displaceable(info, holder, is_eager)
         held = holder.num_blocks
         if not self._fits(info, evictable, -held) or not self._make_space(needed - held, evictable):

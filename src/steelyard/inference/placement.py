@@ -1,6 +1,6 @@
 """Where a request goes: pure decisions over what is known of the replicas.
 
-- A replica takes a request only where its KV is projected to fit (:func:`fits`); else the request waits.
+- A replica takes a request only where its KV is projected to fit (:func:`has_room`); else the request waits.
 - A conversation goes back to the replica that holds its KV, unless another is projected to be done sooner though it
   computes the whole prompt (:func:`choose`). That is asked at each of its calls, that is when its tools have returned.
 - A new conversation goes where the fewest projected tokens are open for the replica's speed.
@@ -19,23 +19,19 @@ MOVE_GAIN = 1.1
 class Candidate:
     """A live replica that may sample the request.
 
-    ``capacity_tokens`` None: it does not say how much KV it has, and takes all. ``projected_tokens``: KV that its open
-    requests are projected to need. ``kept_tokens``: KV of conversations between two calls that is kept free for them,
-    without the one that asks. ``prefill_s``: seconds to compute what it lacks of the prompt. ``token_s``: seconds a
-    sampled token would take with this request open too. ``room_in_s``: seconds until the request would fit, where it
-    does not now. ``weight``: trust, above 0, at most 1. ``is_closed``: the next room is for somebody who came before.
+    ``has_room``: whether its KV fits there now, see :func:`has_room`; where it does not, it would after ``room_in_s``
+    seconds. ``projected_tokens``: KV that its open requests are projected to need. ``prefill_s``: seconds to compute
+    what it lacks of the prompt. ``token_s``: seconds a sampled token would take with this request open too. ``weight``:
+    trust, above 0, at most 1.
     """
 
     replica_id: str
     weight: float
-    capacity_tokens: int | None
+    has_room: bool
     projected_tokens: int
-    kept_tokens: int
-    num_open: int
     prefill_s: float
     token_s: float
     room_in_s: float = 0.0
-    is_closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +42,18 @@ class Need:
     output_tokens: int
 
 
-def fits(need: Need, candidate: Candidate) -> bool:
-    """Whether the request's KV fits beside what is projected. An idle replica takes any: it has no more room later."""
-    if candidate.is_closed:
-        return False
-    if candidate.capacity_tokens is None or candidate.num_open == 0:
+def has_room(
+    need: Need, *, capacity_tokens: int | None, projected_tokens: int, kept_tokens: int, num_open: int
+) -> bool:
+    """Whether a request's KV fits beside what is projected. An idle replica takes any: it has no more room later.
+
+    Args:
+        capacity_tokens: None where the replica does not say; it takes all.
+        kept_tokens: KV that is kept free for conversations between two calls, without the one that asks.
+    """
+    if capacity_tokens is None or num_open == 0:
         return True
-    used = candidate.projected_tokens + candidate.kept_tokens
-    return used + need.kv_tokens <= candidate.capacity_tokens
+    return projected_tokens + kept_tokens + need.kv_tokens <= capacity_tokens
 
 
 def choose(need: Need, home_id: str | None, candidates: Sequence[Candidate]) -> Candidate | None:
@@ -64,14 +64,24 @@ def choose(need: Need, home_id: str | None, candidates: Sequence[Candidate]) -> 
         candidates: all live replicas that may sample it, in any order.
     """
     home = next((one for one in candidates if one.replica_id == home_id), None)
-    fitting = [one for one in candidates if fits(need, one)]
+    others = [one for one in candidates if one.has_room and one is not home]
     if home is None:
-        return min(fitting, key=lambda one: (_load(need, one), one.replica_id), default=None)
-    others = [one for one in fitting if one is not home]
-    best = min(others, key=lambda one: (_done_in_s(need, one), one.replica_id), default=None)
-    if best is not None and _done_in_s(need, best) * MOVE_GAIN < _done_in_s(need, home):
+        return min(others, key=lambda one: (_load(need, one), one.replica_id), default=None)
+    best = min(others, key=lambda one: (done_in_s(need, one), one.replica_id), default=None)
+    if best is not None and pays(done_in_s(need, best), done_in_s(need, home)):
         return best
-    return home if fits(need, home) else None
+    return home if home.has_room else None
+
+
+def pays(elsewhere_s: float, at_home_s: float) -> bool:
+    """Whether a move is worth it, by the seconds until the request would be answered."""
+    return elsewhere_s * MOVE_GAIN < at_home_s
+
+
+def done_in_s(need: Need, one: Candidate) -> float:
+    """Seconds until a replica would have answered, more where it is trusted less."""
+    wait_s = 0.0 if one.has_room else one.room_in_s
+    return (wait_s + one.prefill_s + need.output_tokens * one.token_s) / one.weight
 
 
 def keep_s(reprefill_s: float, num_open: int) -> float:
@@ -82,11 +92,6 @@ def keep_s(reprefill_s: float, num_open: int) -> float:
     one who knew the length of the pause would pay (ski rental; Karlin et al., Algorithmica 3, 1988).
     """
     return reprefill_s * max(1, num_open)
-
-
-def _done_in_s(need: Need, one: Candidate) -> float:
-    wait_s = 0.0 if fits(need, one) else one.room_in_s
-    return (wait_s + one.prefill_s + need.output_tokens * one.token_s) / one.weight
 
 
 def _load(need: Need, one: Candidate) -> float:

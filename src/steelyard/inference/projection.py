@@ -68,6 +68,8 @@ class Pace:
 
     Args:
         fleet: the pace of all replicas together; None for that one itself, which starts from a prior.
+
+    ``least_token_s`` and ``least_prefill_s`` (a token) of the fleet's: no replica was ever projected to be faster.
     """
 
     def __init__(self, fleet: "Pace | None" = None) -> None:
@@ -75,10 +77,13 @@ class Pace:
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
         self._prefill_s = self._prefill_tokens = 0.0
         self._noted_at_s = 0.0
+        self._line = (0.0, 0.0)
+        self.least_token_s = self.least_prefill_s = math.inf
         if fleet is None:
             self._prefill_s, self._prefill_tokens = _PRIOR_PREFILL_S, _PRIOR_PREFILL_TOKENS
             for num_open, token_s in _PRIOR_DECODE:
                 self._add(num_open, token_s, weight=_PRIOR_WEIGHT, decay=1.0)
+            self._note_least(self)
 
     def note(self, result: GenerateResult, num_prompt_tokens: int, num_open: float, now_s: float) -> None:
         """An answer that was computed while ``num_open`` requests, itself included, were open on the mean."""
@@ -92,6 +97,16 @@ class Pace:
             token_s = (result.queued_s + result.decode_s) / len(result.token_ids)
             self._add(num_open, token_s, weight=1.0, decay=_DECAY)
         self._noted_at_s = now_s
+        self._note_least(self if self._fleet is None else self._fleet)
+
+    def _note_least(self, fleet: "Pace") -> None:
+        """Keep bounds that neither this pace nor any mixture with that of all goes below: a mixture of two numbers is
+        not less than both, and more open requests never make a token faster.
+        """
+        if self._sums[0]:
+            fleet.least_token_s = min(fleet.least_token_s, self._own_token_s(1.0))
+        if self._prefill_tokens:
+            fleet.least_prefill_s = min(fleet.least_prefill_s, self._prefill_s / self._prefill_tokens)
 
     def prefill_s(self, num_tokens: int, now_s: float) -> float:
         """Seconds to compute the KV of so many prompt tokens."""
@@ -115,15 +130,17 @@ class Pace:
         return evidence / (evidence + _FLEET_EVIDENCE)
 
     def _own_token_s(self, num_open: float) -> float:
-        weight, x, y, xx, xy = self._sums
-        spread = weight * xx - x * x
-        slope = max(0.0, (weight * xy - x * y) / spread) if spread > _EPSILON * weight * weight else 0.0
-        return max(_MIN_TOKEN_S, (y - slope * x) / weight + slope * num_open)
+        at_zero, slope = self._line
+        return max(_MIN_TOKEN_S, at_zero + slope * num_open)
 
     def _add(self, x: float, y: float, *, weight: float, decay: float) -> None:
         new = (1.0, x, y, x * x, x * y)
         sums = [old * decay + weight * one for old, one in zip(self._sums, new, strict=True)]
         self._sums = (sums[0], sums[1], sums[2], sums[3], sums[4])
+        total, sx, sy, sxx, sxy = sums
+        spread = total * sxx - sx * sx
+        slope = max(0.0, (total * sxy - sx * sy) / spread) if spread > _EPSILON * total * total else 0.0
+        self._line = ((sy - slope * sx) / total, slope)
 
 
 _DECAY = 0.98

@@ -75,6 +75,7 @@ class ReplicaSet:
         self._fleet = Pace()
         self.dispatcher = Dispatcher(
             self._states,
+            self._fleet,
             projection_quantile=settings.projection_quantile,
             recovery_wait_s=settings.recovery_wait_s,
         )

@@ -71,7 +71,7 @@ class SequenceState:
 
     ``info.prompt`` are the tokens that it was admitted with last: its prompt and, after an eviction, what it had
     sampled by then. ``num_computed`` of its tokens have their KV in the cache, ``num_held`` have space there.
-    ``kv_version``: see :class:`VersionSpan`.
+    ``kv_version``: see :class:`VersionSpan`. ``is_moved``: it lost its place to new weights, not to another sequence.
     """
 
     request: GenerateRequest
@@ -82,6 +82,7 @@ class SequenceState:
     arrival: int
     num_held: int = 0
     kv_version: int | None = None
+    is_moved: bool = False
     admitted_at_s: float | None = None
     first_token_at_s: float | None = None
     num_computed: int = 0
@@ -251,6 +252,7 @@ class Scheduler:
                 self._blocks.set_apart(state.info.sequence_id, version)
             else:
                 self._evict(state)
+                state.is_moved = True
         for state in (*followers, *(held for held in self._waiting.values() if held.request.follows_updates)):
             self._using[state.info.version] -= 1
             self._using[version] += 1
@@ -374,7 +376,8 @@ class Scheduler:
             if len(self._running) >= self._max_running:
                 return
             state.info = replace(state.info, projected_tokens=self._projection(state))
-            admitted = self._blocks.admit(state.info, is_eager=self._is_worth_evicting(state))
+            is_eager = state.is_moved or self._is_worth_evicting(state)
+            admitted = self._blocks.admit(state.info, is_eager)
             if admitted is Wait.NO_SPACE:
                 return
             if isinstance(admitted, Admitted):
@@ -402,6 +405,7 @@ class Scheduler:
         self._running[state.info.sequence_id] = state
         state.num_computed = num_cached
         state.num_held = len(state.info.prompt)
+        state.is_moved = False
         if state.admitted_at_s is None:
             state.admitted_at_s = now_s
             state.num_cached = num_cached

@@ -298,6 +298,10 @@ class VllmApi:
         raise RemoteFailed(f"{self._name}: {what}: the stream ended before its end mark")
 
 
+KEPT_ALIVE_S = 2.0
+"""How long a session may keep an idle connection: the server closes them after 5 s, and a call on one that it is just
+closing fails without having been made."""
+
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_read=None)
 """Deadlines are ours."""
 

@@ -106,7 +106,7 @@ def can_be_live(stream: TextIO) -> bool:
 
 
 def show(display: Display, row: AnyRow) -> None:
-    """Hand a row of any kind to the method that shows it."""
+    """Hand a row to the method that shows its kind; the router's are for the file and the report."""
     if isinstance(row, StageRow):
         display.stage(row)
     elif isinstance(row, StepRow):
@@ -117,5 +117,5 @@ def show(display: Display, row: AnyRow) -> None:
         display.environment(row)
     elif isinstance(row, BooksRow):
         display.books(row)
-    else:
+    elif isinstance(row, EvaluationRow):
         display.evaluation(row)

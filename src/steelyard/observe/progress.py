@@ -72,7 +72,7 @@ class Progress:
             self.environment = row
         elif isinstance(row, BooksRow):
             self.books = row
-        else:
+        elif isinstance(row, EvaluationRow):
             self._evaluation_times_s = (*self._evaluation_times_s, row.at_s - self._pace_mark_s)
             self._pace_mark_s = row.at_s
             self.evaluations = {**self.evaluations, (row.split, row.mode, row.label): row}

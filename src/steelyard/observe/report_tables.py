@@ -13,6 +13,7 @@ from steelyard.observe.rows import (
     EvaluationMode,
     EvaluationRow,
     EvaluationSplit,
+    RouterRow,
     StageName,
     StageRow,
     StepRow,
@@ -152,12 +153,25 @@ def facts(rows: Sequence[AnyRow]) -> tuple[Fact, ...]:
     found = [Fact(name="time", value=duration(spent), detail=resumed)]
     if steps:
         found += _step_facts(steps)
+    if routers := of_type(rows, RouterRow):
+        found.append(_router_fact(routers))
     use = time_use(steps)
     if use is not None:
         is_synchronous = all(step.lag_max == 0 for step in steps)
         bottleneck = name_bottleneck(use, mean_busy_frac(engines), is_synchronous)
         found.append(Fact(name="bottleneck", value=bottleneck.name, detail=bottleneck.reason))
     return tuple(found)
+
+
+def _router_fact(routers: Sequence[RouterRow]) -> Fact:
+    """The longest waits of any few seconds, and what the router did so far; a resumed run counts anew."""
+    waits = [row.wait_p99_s for row in routers if row.wait_p99_s is not None]
+    last = routers[-1]
+    counts = (
+        f"{last.num_moves} moves, {last.num_retries} retries, {last.num_hedges} hedges, "
+        f"{last.num_queue_timeouts} queue timeouts"
+    )
+    return Fact(name="longest wait for a replica", value=f"{significant(max(waits, default=0.0), 2)} s", detail=counts)
 
 
 def step_table(steps: Sequence[StepRow]) -> StepTable:

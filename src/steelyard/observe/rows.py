@@ -115,7 +115,11 @@ class StepRow(Row, frozen=True, kw_only=True, tag="step"):
 
 
 class EngineRow(Row, frozen=True, kw_only=True, tag="engine"):
-    """One replica over the time since its last row. ``cached_frac``: prompt tokens that reuse had already computed."""
+    """One replica over the time since its last row.
+
+    ``cached_frac``: prompt tokens that reuse had already computed. ``num_evicted``: running requests that gave up their
+    KV, because there was no space or because weights changed under them.
+    """
 
     replica_id: str
     decode_tokens_per_s: float
@@ -125,6 +129,26 @@ class EngineRow(Row, frozen=True, kw_only=True, tag="engine"):
     num_waiting: int
     kv_in_use_frac: float
     busy_frac: float
+    num_evicted: int = 0
+
+
+class RouterRow(Row, frozen=True, kw_only=True, tag="router"):
+    """What stands between gateway and replicas. Waits for room are of the time since the last row, None where nobody
+    came; counts are of the process so far. ``weights``: how far each replica is trusted; ``projected_kv_frac``: share
+    of its KV that open requests are projected to need.
+    """
+
+    num_waiting: int
+    num_open: int
+    wait_p50_s: float | None
+    wait_p99_s: float | None
+    num_moves: int
+    num_retries: int
+    num_hedges: int
+    num_queue_timeouts: int
+    weights: dict[str, float]
+    projected_kv_frac: dict[str, float]
+    draining: tuple[str, ...] = ()
 
 
 class EnvironmentRow(Row, frozen=True, kw_only=True, tag="environment"):
@@ -186,7 +210,7 @@ class EvaluationRow(Row, frozen=True, kw_only=True, tag="evaluation"):
     all_calls_valid: str = ""
 
 
-AnyRow = StageRow | StepRow | EngineRow | EnvironmentRow | BooksRow | EvaluationRow
+AnyRow = StageRow | StepRow | EngineRow | RouterRow | EnvironmentRow | BooksRow | EvaluationRow
 _RowT = TypeVar("_RowT", bound=Row)
 _DECODER = msgspec.json.Decoder(AnyRow)
 

@@ -179,9 +179,9 @@ def _mismatch(steps: Sequence[StepRow]) -> list[Chart | None]:
             Frame(
                 title=f"Mismatch of engine {engine} and trainer", note="nats, same weights, logarithmic", scale="log"
             ),
-            _of(own, "median", lambda step: step.mismatch and step.mismatch.abs_p50),
-            _of(own, "99th percentile", lambda step: step.mismatch and step.mismatch.abs_p99, colour=1),
-            _of(own, "largest", lambda step: step.mismatch and step.mismatch.abs_max, colour=4, merge="max"),
+            _of(own, "median", lambda step: step.mismatch.abs_p50 if step.mismatch else None),
+            _of(own, "99th percentile", lambda step: step.mismatch.abs_p99 if step.mismatch else None, colour=1),
+            _of(own, "largest", lambda step: step.mismatch.abs_max if step.mismatch else None, colour=4, merge="max"),
         )
         for engine, own in steps_by_engine(steps).items()
     ]

@@ -12,7 +12,7 @@ from steelyard.coordinator.audit import AuditReport, audit
 from steelyard.coordinator.audit_deep import DeepAudit
 from steelyard.coordinator.audit_evidence import AdvantageFunction, AuditStores, StoredVersion
 from steelyard.digests import digest_bytes
-from steelyard.errors import InputError, IntegrityError
+from steelyard.errors import IntegrityError
 from steelyard.run.blob_reading import BlobReader, reading_blobs
 from steelyard.run.directory import RunDirectory
 from steelyard.run.journals import open_journal_reader
@@ -44,22 +44,18 @@ def audit_run_deeply(directory: RunDirectory, *, seed: int, num_attempts: int) -
     """As ``audit_run``, and run the kept weights again over ``num_attempts`` attempts of each version.
 
     Raises:
-        InputError: the run's tokens come from no weights.
+        ConfigError: the run's tokens come from no weights, or no tolerance is known.
         IntegrityError: the journal cannot be opened at all.
         ProcessDied, DeadlineExceeded: the process that computes does not come up, or ends.
     """
     config = config_file.load(directory.config)
-    if config.inference.engine == "emulated":
-        raise InputError(
-            "--deep must be given for a run with inference.engine local or vllm, got emulated: "
-            "its log-probabilities come from no weights and cannot be computed again"
-        )
+    tolerance = token_tolerance(config)
     with recomputing(config, directory) as recompute, reading_blobs(directory, config.blobs) as blobs:
         deep = DeepAudit(
             recompute=recompute,
             rng=random.Random(seed),
             num_attempts=num_attempts,
-            tolerance=token_tolerance(config),
+            tolerance=tolerance,
         )
         return audit(_stores(directory, config, blobs), deep)
 

@@ -200,7 +200,7 @@ class Control:
                     *serving.loops(),
                     versions.run(),
                     router.run(asyncio.sleep),
-                    context.news.watch(self._coordinator, router.replicas, base.stores.ledger),
+                    context.news.watch(self._coordinator, router, base.stores.ledger),
                     self._work(trainer, versions),
                 )
 

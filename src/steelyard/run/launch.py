@@ -15,6 +15,7 @@ import uvloop
 from steelyard import config_file
 from steelyard.clock import SystemClock
 from steelyard.config import Config
+from steelyard.config_notes import notes
 from steelyard.coordinator.events import RunFinished
 from steelyard.coordinator.journal.base import decode
 from steelyard.environments.base import Services
@@ -134,6 +135,8 @@ def _run_with_news(config: Config, directory: RunDirectory, cache_dir: Path, fau
         contextlib.closing(make_display(config.observe.display, sys.stdout, clock, plan)) as display,
     ):
         news = News(metrics, display, clock)
+        for note in notes(config):
+            news.note(note)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(config, directory, cache_dir, news, fault))
         if config.observe.report:

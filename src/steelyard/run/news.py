@@ -14,6 +14,7 @@ from steelyard.coordinator.books import Books
 from steelyard.coordinator.service import Coordinator
 from steelyard.errors import RunError
 from steelyard.inference.engine import Engine
+from steelyard.inference.router import Router, RouterFigures
 from steelyard.metrics import Counters, MetricsFile
 from steelyard.observe.display import Display, show
 from steelyard.observe.rows import (
@@ -22,6 +23,7 @@ from steelyard.observe.rows import (
     EngineRow,
     EnvironmentRow,
     PromptBook,
+    RouterRow,
     StageName,
     StageRow,
     TokenBook,
@@ -105,7 +107,7 @@ class News:
         """A message for the user."""
         self._display.note(text)
 
-    async def watch(self, coordinator: Coordinator, engines: Mapping[str, Engine], recorded: Recorded) -> None:
+    async def watch(self, coordinator: Coordinator, router: Router, recorded: Recorded) -> None:
         """Sample the parts every few seconds, for ever.
 
         *Consumes* stats and books; *waits for* time; *unblocked by* time; *produces* rows.
@@ -113,7 +115,8 @@ class News:
         round_number = 0
         while True:
             await asyncio.sleep(_EVERY_S)
-            await self._sample_engines(engines)
+            await self._sample_engines(router.replicas)
+            self.row(router_row(router.take_figures(), self._clock.now_s(), self.counters.read()))
             self.row(self.tools.take(self._clock.now_s()))
             if round_number % _BOOKS_EVERY == 0:
                 await self.books(coordinator, recorded)
@@ -125,7 +128,7 @@ class News:
         self.row(books_row(books, self._clock.now_s(), self.counters.read()))
 
     async def _sample_engines(self, engines: Mapping[str, Engine]) -> None:
-        for name, engine in engines.items():
+        for name, engine in tuple(engines.items()):
             try:
                 stats, now_s = await engine.stats(), self._clock.now_s()
             except RunError as error:
@@ -153,6 +156,26 @@ def engine_row(stats: EngineStats, before: EngineStats, at_s: float, elapsed_s: 
         num_waiting=stats.num_waiting,
         kv_in_use_frac=stats.kv_tokens_in_use / max(1, stats.kv_tokens_capacity),
         busy_frac=min(1.0, (stats.busy_s - before.busy_s) / elapsed_s),
+        num_evicted=stats.num_evicted - before.num_evicted,
+    )
+
+
+def router_row(figures: RouterFigures, at_s: float, counts: Mapping[str, int]) -> RouterRow:
+    """The router in the form of the metrics."""
+    waits_s = sorted(figures.waits_s)
+    return RouterRow(
+        at_s=at_s,
+        num_waiting=figures.num_waiting,
+        num_open=figures.num_open,
+        wait_p50_s=quantile(waits_s, 0.5),
+        wait_p99_s=quantile(waits_s, 0.99),
+        num_moves=counts.get("router.moves", 0),
+        num_retries=counts.get("router.retries", 0),
+        num_hedges=counts.get("router.hedges", 0),
+        num_queue_timeouts=counts.get("router.queue_timeouts", 0),
+        weights=figures.weights,
+        projected_kv_frac=figures.projected_kv_frac,
+        draining=figures.draining,
     )
 
 

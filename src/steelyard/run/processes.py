@@ -245,6 +245,8 @@ class Children:
     async def find_death(self, within_s: float) -> ProcessDied | None:
         """The death of a child that ended by itself, or does so within ``within_s`` seconds."""
         watches = [asyncio.create_task(self.death_of(name)) for name in self._running]
+        if not watches:
+            return None
         try:
             done, _ = await asyncio.wait(watches, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
             return next((task.result() for task in done), None)

@@ -64,7 +64,7 @@ async def sweep_unknown(coordinator: Coordinator, directory: RunDirectory, store
     stores.versions.sweep()
     strays = [number for number in stores.versions.versions() if number and number not in state.versions]
     await asyncio.to_thread(stores.versions.delete, strays)
-    last = state.checkpoints[-1] if state.checkpoints else 0
+    last = state.checkpoints[-1] if state.checkpoints else -1
     for path in sorted(directory.checkpoints.glob("step-*")):
         if int(path.name.removeprefix("step-")) > last:
             logger.info("removing %s, which the journal does not know", path.name)

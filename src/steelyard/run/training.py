@@ -31,7 +31,7 @@ from steelyard.run.stores import Stores
 from steelyard.run.tolerances import mismatch_bound
 from steelyard.run.versions import VersionKeeper
 from steelyard.trainer.client import TrainerClient
-from steelyard.trainer.records import CheckpointRequest, TrainRequest
+from steelyard.trainer.records import TRAINED_DTYPE, CheckpointRequest, TrainRequest
 from steelyard.types import Score, StepBatch, StepReport, Trace
 
 
@@ -146,11 +146,16 @@ class TrainingLoop:
         await self._forget_covered()
 
     async def _make_up_checkpoint(self) -> None:
-        """A crash may have come between a step and its checkpoint; the steps are replayed by now."""
+        """A crash may have come between a step and its checkpoint; the steps are replayed by now.
+
+        Where versions are cast, version 0 is not what the trainer started from, and a replay from it would give other
+        weights: the start is a checkpoint too.
+        """
         checkpoints, next_step = self._coordinator.state.checkpoints, self._coordinator.state.next_step
         num_uncovered = next_step - (checkpoints[-1] if checkpoints else 0)
         is_last = next_step == self._config.train.max_steps
-        if num_uncovered >= self._config.train.checkpoint_every or (is_last and num_uncovered):
+        is_cast_start = not checkpoints and next_step == 0 and self._config.weights.dtype != TRAINED_DTYPE
+        if is_cast_start or num_uncovered >= self._config.train.checkpoint_every or (is_last and num_uncovered):
             await self.checkpoint(next_step)
         else:
             await self._forget_covered()

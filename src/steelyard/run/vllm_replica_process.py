@@ -14,7 +14,7 @@ import aiohttp
 from steelyard.clock import SystemClock
 from steelyard.ids import RandomIds
 from steelyard.inference.service import serve_engine
-from steelyard.inference.vllm_api import VllmApi
+from steelyard.inference.vllm_api import KEPT_ALIVE_S, VllmApi
 from steelyard.inference.vllm_engine import VllmEngine, VllmSettings
 from steelyard.inference.vllm_server import ServerSettings, VllmServer
 from steelyard.processes.faults import fault_hook
@@ -70,7 +70,9 @@ async def _server(options: VllmReplicaOptions) -> AsyncIterator[tuple[VllmServer
     """The server, ready: ours, or the one that was given."""
     socket_path = Path(options.socket_path).with_suffix(".vllm")
     connector = (
-        aiohttp.UnixConnector(str(socket_path), limit=0) if options.url is None else aiohttp.TCPConnector(limit=0)
+        aiohttp.UnixConnector(str(socket_path), limit=0, keepalive_timeout=KEPT_ALIVE_S)
+        if options.url is None
+        else aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_ALIVE_S)
     )
     async with aiohttp.ClientSession(connector=connector, read_bufsize=_LINE_BYTES) as session:
         api = VllmApi(session, options.url or _ANY_HOST, f"vllm of {options.name}", _CALL_DEADLINE_S)

@@ -11,7 +11,7 @@ import transformers
 
 from steelyard.clock import SystemClock
 from steelyard.ids import RandomIds
-from steelyard.inference.vllm_api import VllmApi
+from steelyard.inference.vllm_api import KEPT_ALIVE_S, VllmApi
 from steelyard.inference.vllm_engine import VllmEngine, VllmSettings
 from steelyard.inference.vllm_loading import VersionReader
 from steelyard.inference.vllm_server import ServerSettings, VllmServer
@@ -118,7 +118,9 @@ async def running_vllm(python: Path, model_dir: str, folder: Path, max_model_len
         max_running=16,
         kv_cache_bytes=64 << 20,
     )
-    async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(socket_path))) as session:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.UnixConnector(str(socket_path), keepalive_timeout=KEPT_ALIVE_S)
+    ) as session:
         api = VllmApi(session, "http://vllm", f"vllm of {_NAME}", call_deadline_s=30.0)
         server = await VllmServer.start(_NAME, settings, socket_path, folder / "vllm.log")
         try:

@@ -10,6 +10,9 @@
 from steelyard.processes.channel import Endpoint
 from steelyard.types import Manifest, Record, StepReport
 
+TRAINED_DTYPE = "float32"
+"""What the trainer keeps its weights in, whatever is published."""
+
 
 class LossSettings(Record, frozen=True, kw_only=True):
     """Coefficients of the loss; see :mod:`steelyard.trainer.loss`."""

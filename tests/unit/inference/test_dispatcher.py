@@ -1,5 +1,6 @@
 """The router without its I/O, under any order of events."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
@@ -7,6 +8,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from steelyard.inference.dispatcher import Dispatcher, Placed, Ticket, Unservable
+from steelyard.inference.placement import Candidate, choose
 from steelyard.inference.projection import Pace
 from steelyard.inference.replica_state import ReplicaState
 from steelyard.testing.versions import request_for
@@ -22,6 +24,27 @@ def answer(request: GenerateRequest, replica_id: str, num_tokens: int, reason: F
         kept_logmass=(0.0,) * num_tokens, version_spans=(VersionSpan(start=0, version=0),), finish_reason=reason,
         replica_id=replica_id, load_id="load", prefill_s=0.1, decode_s=0.1 * num_tokens,
     )  # fmt: skip
+
+
+class PlainlyChecked(Dispatcher):
+    """Compares every choice with that of a look at all replicas, without shortcuts."""
+
+    def _choose(
+        self, ticket: Ticket, able: Sequence[ReplicaState], home_id: str | None, closed: set[str], now_s: float
+    ) -> Candidate | None:
+        candidates = [
+            self._candidate(
+                ticket,
+                state,
+                now_s,
+                has_room=state.replica_id not in closed and self._has_room(ticket, state, now_s),
+            )
+            for state in able
+        ]
+        plain = choose(ticket.need, home_id, candidates)
+        chosen = super()._choose(ticket, able, home_id, closed, now_s)
+        assert chosen == plain
+        return chosen
 
 
 @dataclass
@@ -42,7 +65,7 @@ class World:
             state.capacity_tokens = CAPACITY
             state.versions = {0}
             self.states[name] = state
-        self.dispatcher = Dispatcher(self.states, projection_quantile=0.9, recovery_wait_s=5.0)
+        self.dispatcher = PlainlyChecked(self.states, fleet, projection_quantile=0.9, recovery_wait_s=5.0)
 
     def ask(self, flow: str, attempt: int, num_prompt: int, max_tokens: int) -> Ticket:
         """A new request, queued."""

@@ -119,12 +119,8 @@ def test_tokens_are_streamed_in_order_before_the_answer() -> None:
 
 def test_an_abort_and_a_cancelled_call_end_a_request() -> None:
     async def work(engine: EmulatedEngine, files: Files) -> None:
-        aborted = asyncio.create_task(
-            engine.generate(msgspec.structs.replace(ask("a", max_tokens=2000), stop_token_ids=()))
-        )
-        left = asyncio.create_task(
-            engine.generate(msgspec.structs.replace(ask("b", max_tokens=2000), stop_token_ids=()))
-        )
+        long = [msgspec.structs.replace(ask(name, max_tokens=2000), stop_token_ids=()) for name in "ab"]
+        aborted, left = (asyncio.create_task(engine.generate(request)) for request in long)
         await asyncio.sleep(0)
         await engine.abort("a")
         assert (await aborted).finish_reason is FinishReason.CANCELLED
