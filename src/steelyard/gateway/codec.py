@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from steelyard.errors import InputError
 from steelyard.gateway.token_text import TokenBytes, is_byte_level
-from steelyard.gateway.words import WordEncoder, bare_description, encodes_alike, word_cutters
+from steelyard.gateway.words import WordEncoder, encodes_alike, word_cutters, word_encoder
 
 _ESCAPE = "\U0010fffd"
 _FIRST_STAND_IN = 0x100000
@@ -215,8 +215,7 @@ def _word_encoder(description: dict[str, Any], plain: Tokenizer) -> WordEncoder 
     cutters = word_cutters(description)
     if cutters is None:
         return None
-    bare = _tokenizer(bare_description({**description, **_WITHOUT_ADDED}).decode("utf-8"))
-    encoder = WordEncoder(cutters, lambda word: tuple(bare.encode(word, add_special_tokens=False).ids))
+    encoder = WordEncoder(cutters, word_encoder(plain.model))
     is_alike = encodes_alike(encoder, lambda text: tuple(plain.encode(text, add_special_tokens=False).ids))
     return encoder if is_alike else None
 
