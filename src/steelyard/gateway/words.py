@@ -85,9 +85,9 @@ class WordEncoder:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The token ids of ``text``, which must be ASCII."""
-        words: list[str] = [text]
+        words = [text] if text else []
         for cut in self._cutters:
-            words = [word for piece in words for word in cut(piece) if word]
+            words = list(filter(None, itertools.chain.from_iterable(map(cut, words))))
         is_short = max(map(len, words), default=0) <= _CACHED_WORD_CHARS
         return tuple(itertools.chain.from_iterable(map(self._cached if is_short else self._encode_long, words)))
 
