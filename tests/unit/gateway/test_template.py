@@ -124,6 +124,6 @@ def test_the_json_of_a_fixed_dictionary_is_that_of_a_plain_one() -> None:
 def test_a_template_cannot_reach_beyond_the_numbers_of_its_loop() -> None:
     source = "{% for message in messages %}{{ loop._iterator is defined }}{% endfor %}"
     assert ChatTemplate(source).render([{}], None, add_generation_prompt=False) == "False"
-    source = "{% for message in messages %}{{ loop.index }}{{ loop.first }}{{ loop.nextitem.role }};{% endfor %}"
+    source = "{% for message in messages %}{{ loop.index }}{{ loop.first }}{{ loop.nextitem is defined }};{% endfor %}"
     messages = [{"role": "user"}, {"role": "tool"}]
-    assert ChatTemplate(source).render(messages, None, add_generation_prompt=False) == "1Truetool;2False;"
+    assert ChatTemplate(source).render(messages, None, add_generation_prompt=False) == "1TrueTrue;2FalseFalse;"
