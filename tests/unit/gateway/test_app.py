@@ -250,7 +250,8 @@ def test_arguments_that_a_client_writes_again_are_still_ours(tmp_path: Path) -> 
         message: Any = first.choices[0].message.model_dump(exclude_none=True)
         message["tool_calls"][0]["function"]["arguments"] = '{"a":1}'
         results = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "ok"}
-        await client.chat.completions.create(model="m", messages=[USER, message, results], tools=TOOLS)
+        again: Any = [USER, message, results]
+        await client.chat.completions.create(model="m", messages=again, tools=TOOLS)
         assert [turn.segment_index for turn in world.store.open_turns(ATTEMPT)] == [0, 0]
 
     serve(world, scenario)

@@ -221,7 +221,16 @@ TEXT = st.one_of(
         st.sampled_from(
             [
                 *("<think>", "</think>", "<tool_call>", "[TOOL_CALLS]", "[", "{", "<|im_end|>", "<|eot_id|>", "</s>"),
-                *("<｜User｜>", "<｜tool▁call▁begin｜>", '{"name": "look", "arguments": {}}', "é🙂", "<", "|", "\n", " "),
+                *(
+                    "<｜User｜>",
+                    "<｜tool▁call▁begin｜>",
+                    '{"name": "look", "arguments": {}}',
+                    "é🙂",
+                    "<",
+                    "|",
+                    "\n",
+                    " ",
+                ),
             ]
         ),
         max_size=4,

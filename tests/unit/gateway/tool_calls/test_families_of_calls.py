@@ -109,9 +109,13 @@ def test_text_that_only_begins_as_calls_of_llama_do_is_text(text: str) -> None:
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False)
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
     # Names of files and lines of code hold all that a form could take for its own.
-    | st.text() | st.sampled_from(["</tool_call>", "[TOOL_CALLS]", "]", '"}', "<｜tool▁call▁end｜>", "```", "; {"]),
+    | st.text()
+    | st.sampled_from(["</tool_call>", "[TOOL_CALLS]", "]", '"}', "<｜tool▁call▁end｜>", "```", "; {"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=6,
 )
