@@ -286,7 +286,7 @@ def _fault_of(request: GenerateRequest, result: GenerateResult) -> str | None:
 
 def _logprob_fault(values: tuple[float, ...], field: str) -> str | None:
     # The sum of numbers that are finite and at most 0 is finite, unless it overflows; no other check is as fast.
-    if math.isfinite(sum(values)) and max(values) <= 0.0:
+    if not any(values) or (math.isfinite(sum(values)) and max(values) <= 0.0):
         return None
     for position, value in enumerate(values):
         if not (math.isfinite(value) and value <= 0.0):

@@ -27,6 +27,7 @@ from steelyard.observe.progress import RunPlan
 from steelyard.observe.report import ReportInput, installed_versions, write_report
 from steelyard.observe.rows import StageName, read_rows
 from steelyard.processes.faults import FaultPlan
+from steelyard.processes.garbage import collect_rarely
 from steelyard.run.blob_place import check_place, with_own_folder
 from steelyard.run.control import RunContext, run_control
 from steelyard.run.directory import RunDirectory, RunLock, existing_directory, new_directory, write_config
@@ -147,6 +148,7 @@ async def _run(config: Config, directory: RunDirectory, cache_dir: Path, news: N
         news=news,
         fault=fault,
     )
+    collect_rarely()  # a call of the gateway must not wait while the heap of the whole run is searched
     await run_control(context)
 
 
