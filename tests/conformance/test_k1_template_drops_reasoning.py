@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from steelyard.testing.agent import Agent, extends, run_agent
 from steelyard.testing.gateway import GatewayWorld
 
@@ -49,3 +51,44 @@ def test_k1_a_template_that_keeps_reasoning_makes_one_segment(tmp_path: Path) ->
     assert [turn.segment_index for turn in trace.turns] == [0, 0, 0]
     assert extends(trace.turns[1], trace.turns[0])
     assert extends(trace.turns[2], trace.turns[1])
+
+
+@pytest.mark.parametrize(
+    ("family", "segments", "reasons"),
+    [
+        ("chatml", [0, 0, 0], {}),
+        ("qwen3", [0, 1, 2], {"reasoning_dropped": 2}),
+        ("qwen3_kept", [0, 0, 0], {}),
+        ("deepseek_r1", [0, 1, 2], {"reasoning_dropped": 2}),
+    ],
+)
+def test_k1_reasoning_is_kept_or_dropped_as_the_template_of_the_family_says(
+    tmp_path: Path, family: str, segments: list[int], reasons: dict[str, int]
+) -> None:
+    opening = "" if family == "deepseek_r1" else "<think>\n"  # there the prompt has it
+    world = GatewayWorld(tmp_path, [f"{opening}step {i}\n</think>\n\nanswer {i}" for i in range(3)], family=family)
+
+    async def play(agent: Agent) -> None:
+        for number in range(3):
+            message = await agent.say(f"question {number}")
+            assert (message.content, message.reasoning_content) == (f"answer {number}", f"step {number}")
+
+    trace = run_agent(world, play)
+    assert [turn.segment_index for turn in trace.turns] == segments
+    counts = world.counters.read()
+    found = {name.removeprefix("gateway.segments."): n for name, n in counts.items() if "gateway.segments." in name}
+    assert found == {"first": 1, **reasons}
+    for turn in trace.turns[1:]:
+        assert ("step" in world.gateway.text_of(turn.prompt_token_ids)) == (not reasons)
+
+
+def test_k1_an_agent_that_does_not_send_reasoning_back_goes_on_from_the_sampled_tokens(tmp_path: Path) -> None:
+    world = GatewayWorld(tmp_path, ["<think>\nso\n</think>\n\nyes", "no"], family="qwen3_kept")
+
+    async def play(agent: Agent) -> None:
+        message = await agent.say("question")
+        agent.messages[-1] = {"role": "assistant", "content": message.content}
+        await agent.say("on")
+
+    one, two = run_agent(world, play).turns
+    assert extends(two, one)

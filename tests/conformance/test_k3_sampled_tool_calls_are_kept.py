@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from steelyard.testing.agent import Agent, extends, run_agent
+from steelyard.testing.families import families
 from steelyard.testing.gateway import GatewayWorld
+from steelyard.types import ToolCall
 
 TOOLS: Any = [{"type": "function", "function": {"name": "edit", "parameters": {"type": "object", "properties": {}}}}]
 ODD_CALLS = [
@@ -48,3 +50,27 @@ def test_k3_tokens_are_kept_where_their_text_would_be_encoded_in_another_way(tmp
     one, two = run_agent(world, play).turns
     assert one.token_ids[:-1] == unusual
     assert extends(two, one)
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+def test_k3_a_call_of_any_family_with_more_spaces_is_kept_as_sampled(tmp_path: Path, family: str) -> None:
+    plain = ToolCall(id="abcdefghi", name="edit", arguments='{"line": 3, "text": "a"}')
+    draft = GatewayWorld(tmp_path / "draft", family=family)
+    parser = draft.renderer.reader.parser
+    assert parser is not None
+    call = parser.write([plain]).replace('": ', '" :   ')
+    thought = "hm\n</think>\n\n" if family == "deepseek_r1" else ""
+    world = GatewayWorld(tmp_path, [thought + call, "done"], family=family)
+
+    async def play(agent: Agent) -> None:
+        message = await agent.say("go")
+        (parsed,) = message.tool_calls
+        assert parsed.function.arguments == plain.arguments.replace('": ', '" :   ')
+        await agent.answer(message, "ok")
+
+    one, two = run_agent(world, play, TOOLS).turns
+    assert "gateway.malformed_calls" not in world.counters.read()
+    if family == "deepseek_r1":
+        assert world.counters.read()["gateway.segments.reasoning_dropped"] == 1
+    else:
+        assert extends(two, one)

@@ -111,7 +111,7 @@ def _calls(report: Report) -> str:
     how = f"parser {report.tool_parser}"
     if not report.writes_calls:
         return f"{how}, by default: the template writes no calls, so they are kept as text of the reply"
-    how += ", which reads what the template writes" if report.is_parser_sure else ", a guess: none reads what it writes"
+    how += ", which reads what the template writes" if report.is_parser_sure else ", which does NOT read what it writes"
     return how if report.takes_parallel_calls else how + "; one call in a message, more stay text"
 
 

@@ -80,8 +80,9 @@ class Cost(Record, frozen=True, kw_only=True):
 class Report(Record, frozen=True, kw_only=True):
     """All that is found out about a tokenizer and its template.
 
-    ``after_end``: what the template writes after the token that ends a turn. ``injections``: places where content
-    became a control token, of ``num_injections_tried``.
+    ``after_end``: what the template writes after the token that ends a turn. ``is_parser_sure``: the parser reads the
+    calls that the template writes. ``injections``: places where content became a control token, of
+    ``num_injections_tried``.
     """
 
     model: str
@@ -254,8 +255,8 @@ def check(renderer: Renderer, model: str) -> Report:
         writes_calls=traits.writes_calls,
         calls_refusal=traits.refusal,
         takes_parallel_calls=traits.takes_parallel_calls,
-        tool_parser=traits.parser,
-        is_parser_sure=traits.written_parser is not None,
+        tool_parser="" if renderer.reader.parser is None else renderer.reader.parser.name,
+        is_parser_sure=renderer.reader.parser is not None and traits.written_parser == renderer.reader.parser.name,
         reasoning=traits.marks,
         asks_for_reasoning=reasons,
         cases=results,

@@ -21,6 +21,7 @@ from steelyard.ids import SeededIds
 from steelyard.metrics import Counters
 from steelyard.run.adapters import Sealer, WorkerKeys
 from steelyard.run.news import ToolTimes
+from steelyard.testing.families import families, write_family
 from steelyard.testing.tokenizer import write_tokenizer
 from steelyard.traces.ledger import TokenLedger
 from steelyard.traces.store import TraceStore
@@ -191,6 +192,7 @@ class GatewayWorld:
     """A gateway over ``directory`` with one live attempt, :data:`ATTEMPT`; all parts are attributes.
 
     Args:
+        family: whose tokenizer and template to use, by its name in ``steelyard.testing.families``.
         bindings: of other live attempts than that one, all held by :data:`HOLDER`.
         live: knows the live attempts in their place.
     """
@@ -201,6 +203,7 @@ class GatewayWorld:
         script: Sequence[Say | str] = (),
         *,
         template: str | None = None,
+        family: str | None = None,
         bindings: dict[str, AttemptBinding] | None = None,
         live: HeldAttempts | None = None,
         limits: GatewayLimits | None = None,
@@ -212,7 +215,12 @@ class GatewayWorld:
     ) -> None:
         self.clock = clock or SystemClock()
         self.counters = Counters()
-        self.renderer = Renderer.load(write_tokenizer(directory / "tokenizer", template))
+        model_dir = directory / "tokenizer"
+        if family is None:
+            write_tokenizer(model_dir, template)
+        else:
+            write_family(model_dir, families()[family])
+        self.renderer = Renderer.load(model_dir)
         self.generator = ScriptedGenerator(self.renderer.codec, self.renderer.end_of_turn_id, script)
         self.ledger = TokenLedger(directory / "ledger")
         self.store = TraceStore(directory / "traces", before_seal=self.ledger.sync)
