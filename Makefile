@@ -34,7 +34,7 @@ $(VENV)/train.ok: pyproject.toml constraints.txt | $(VENV)/python.ok
 
 $(VENV)/dev.ok: pyproject.toml constraints.txt | $(VENV)/python.ok
 	@echo "installing Steelyard and its test tools into $(VENV) (once) ..."
-	@$(PIP) -e '.[train,sandbox,s3,dev]'
+	@$(PIP) -e '.[train,sandbox,s3,agents,dev]'
 	@touch $(VENV)/train.ok $@
 
 $(VENV)/python.ok:

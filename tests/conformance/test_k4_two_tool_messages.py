@@ -89,7 +89,7 @@ def test_k4_two_results_in_a_row_are_written_as_the_family_does_it(tmp_path: Pat
 
 def test_k4_results_of_mistral_carry_the_ids_of_their_calls(tmp_path: Path) -> None:
     world = GatewayWorld(tmp_path, [call_text(tmp_path, "mistral", 2), "done"], family="mistral")
-    ids = []
+    ids: list[str] = []
 
     async def play(agent: Agent) -> None:
         message = await agent.say("go")

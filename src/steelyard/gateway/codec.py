@@ -18,11 +18,13 @@ from tokenizers import Tokenizer
 
 from steelyard.errors import InputError
 from steelyard.gateway.token_text import TokenBytes, is_byte_level
-from steelyard.gateway.words import WordEncoder, bare_description, encodes_alike, word_cutters
+from steelyard.gateway.words import WordEncoder, encodes_alike, word_cutters, word_encoder
 
 _ESCAPE = "\U0010fffd"
 _FIRST_STAND_IN = 0x100000
 _CACHED_PIECES = 1024
+_CACHED_NAMES = 4096
+_CACHED_NAME_CHARS = 64
 _WITHOUT_ADDED: dict[str, Any] = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
 _CACHED_PIECE_CHARS = 4096
 
@@ -173,8 +175,13 @@ class _Guard:
         self._edge_chars = re.compile(
             "|".join(sorted({re.escape(char) for text in texts for char in text[:1] + text[-1:]}))
         )
+        self._apply_cached = functools.lru_cache(_CACHED_NAMES)(self._apply)
 
     def apply(self, text: str) -> str:
+        """``text`` escaped; roles, names and keys come again and again, so short texts are kept."""
+        return self._apply_cached(text) if len(text) <= _CACHED_NAME_CHARS else self._apply(text)
+
+    def _apply(self, text: str) -> str:
         starts = self._edges(text)
         if not starts and self._pattern.search(text) is None:
             return text
@@ -215,8 +222,7 @@ def _word_encoder(description: dict[str, Any], plain: Tokenizer) -> WordEncoder 
     cutters = word_cutters(description)
     if cutters is None:
         return None
-    bare = _tokenizer(bare_description({**description, **_WITHOUT_ADDED}).decode("utf-8"))
-    encoder = WordEncoder(cutters, lambda word: tuple(bare.encode(word, add_special_tokens=False).ids))
+    encoder = WordEncoder(cutters, word_encoder(plain.model))
     is_alike = encodes_alike(encoder, lambda text: tuple(plain.encode(text, add_special_tokens=False).ids))
     return encoder if is_alike else None
 

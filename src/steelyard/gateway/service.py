@@ -26,7 +26,7 @@ from steelyard.clock import Clock
 from steelyard.errors import InputError, Refused, SteelyardError
 from steelyard.gateway.capability import AttemptDirectory
 from steelyard.gateway.engine_call import EngineCaller, Generator, OnPieces, cut_at_stop, shown_tokens
-from steelyard.gateway.history import Kind, RecordedTurn
+from steelyard.gateway.planning import Planned, TextRequest, plan_chat, plan_text
 from steelyard.gateway.recorder import AttemptLog, Recorder, check_result
 from steelyard.gateway.renderer import Prompt, Renderer
 from steelyard.gateway.reply_reader import ParsedReply
@@ -47,7 +47,6 @@ from steelyard.types import (
     Turn,
 )
 
-_ROLES = ("system", "user", "assistant", "tool")
 _SEED_BITS = 31
 
 OnText = Callable[[str], None]
@@ -88,41 +87,6 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     reply: ChatReply
     turn: Turn | None
     stop: str | None = None
-
-
-class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Continue a prompt that the caller rendered, as text (control strings count) or as token ids."""
-
-    prompt: str | tuple[int, ...]
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
-
-
-class _Planned(msgspec.Struct, kw_only=True):
-    """One call on its way: what was asked and what it extends.
-
-    ``opening``: the beginning of the reply that stands in the prompt. ``closing``: the end of a tool call, where the
-    first is to end the reply.
-    """
-
-    kind: Kind
-    prompt: Prompt
-    parent: RecordedTurn | None
-    break_reason: str | None
-    reads_calls: bool
-    is_open: bool
-    stops: tuple[str, ...]
-    max_tokens: int | None
-    seed: int | None
-    deadline_at_s: float | None = None
-    opening: str = ""
-    closing: str | None = None
-
-    @property
-    def all_stops(self) -> tuple[str, ...]:
-        """Strings that end generation."""
-        return self.stops if self.closing is None else (*self.stops, self.closing)
 
 
 class Gateway:
@@ -194,7 +158,7 @@ class Gateway:
             on_reasoning: gets the reasoning in pieces while it is sampled.
         """
         binding, log = self._admit(attempt_id)
-        planned = self._plan_chat(log, request)
+        planned = plan_chat(self._renderer, log.history, request)
         planned.deadline_at_s = deadline_at_s
         if on_prompt is not None:
             on_prompt(len(planned.prompt.token_ids))
@@ -203,71 +167,17 @@ class Gateway:
     def count_prompt(self, attempt_id: str, request: ChatRequest) -> int:
         """The number of prompt tokens that :meth:`chat` would use. Raises as it does."""
         _, log = self._admit(attempt_id)
-        return len(self._plan_chat(log, request).prompt.token_ids)
+        return len(plan_chat(self._renderer, log.history, request).prompt.token_ids)
 
     def standing(self, attempt_id: str) -> AttemptStanding:
         """How far the model calls of an open attempt have come."""
         return self._recorder.standing(attempt_id)
 
-    def _plan_chat(self, log: AttemptLog, request: ChatRequest) -> _Planned:
-        messages = log.history.restored(normal_messages(request.messages))
-        parent = log.history.find_chat(messages)
-        if parent is None:
-            prompt, break_reason = self._renderer.first_prompt(messages, request.tools), None
-        else:
-            added = messages[parent.num_messages + 1 :]
-            extension = self._renderer.extend(parent.as_previous(), added, request.tools)
-            prompt, break_reason = extension.prompt, extension.break_reason
-        opening = ""
-        if request.must_call is not None:
-            prompt, opening = self._renderer.opened(prompt, request.must_call.tool)
-        parser = self._renderer.reader.parser
-        return _Planned(
-            kind="chat",
-            prompt=prompt,
-            parent=parent,
-            break_reason=break_reason,
-            reads_calls=bool(request.tools),
-            is_open=self._renderer.reader.is_open(prompt.text),
-            stops=request.stop,
-            max_tokens=request.max_tokens,
-            seed=request.seed,
-            opening=opening,
-            closing=parser.closing if parser is not None and request.single_call and request.tools else None,
-        )
-
     async def complete_prompt(self, attempt_id: str, request: TextRequest, on_text: OnText | None = None) -> Completion:
         """Continue a prompt. Raises as :meth:`chat`."""
         binding, log = self._admit(attempt_id)
-        return await self._serve(log, binding, self._plan_text(log, request), _on_pieces(on_text, None))
-
-    def _plan_text(self, log: AttemptLog, request: TextRequest) -> _Planned:
-        parent, break_reason, prompt = None, None, request.prompt
-        if not prompt:
-            raise InputError("prompt must not be empty")
-        if isinstance(prompt, str):
-            parent = log.history.find_text(prompt)
-            if parent is None:
-                made = self._renderer.text_prompt(prompt)
-            else:
-                extension = self._renderer.text_extension(parent.as_previous(), parent.reply_text, prompt)
-                made, break_reason = extension.prompt, extension.break_reason
-        else:
-            num_ids = self._renderer.codec.num_ids
-            if min(prompt) < 0 or max(prompt) >= num_ids:
-                raise InputError(f"prompt must hold token ids from 0 to {num_ids - 1}")
-            parent = log.history.find_tokens(prompt)
-            made = Prompt(token_ids=prompt, text=self._renderer.codec.decode(prompt), messages=())
-        return _Planned(
-            kind="text",
-            prompt=made,
-            parent=parent,
-            break_reason=break_reason,
-            reads_calls=False,
-            is_open=False,
-            stops=request.stop,
-            max_tokens=request.max_tokens,
-            seed=request.seed,
+        return await self._serve(
+            log, binding, plan_text(self._renderer, log.history, request), _on_pieces(on_text, None)
         )
 
     def text_of(self, token_ids: tuple[int, ...]) -> str:
@@ -296,7 +206,7 @@ class Gateway:
         return binding, log
 
     async def _serve(
-        self, log: AttemptLog, binding: AttemptBinding, planned: _Planned, on_pieces: OnPieces | None
+        self, log: AttemptLog, binding: AttemptBinding, planned: Planned, on_pieces: OnPieces | None
     ) -> Completion:
         started_at_s = self._clock.now_s()
         room = binding.max_context_tokens - len(planned.prompt.token_ids)
@@ -328,7 +238,7 @@ class Gateway:
     def _record(
         self,
         log: AttemptLog,
-        planned: _Planned,
+        planned: Planned,
         request: GenerateRequest,
         result: GenerateResult,
         started_at_s: float,
@@ -356,7 +266,7 @@ class Gateway:
         self,
         log: AttemptLog,
         binding: AttemptBinding,
-        planned: _Planned,
+        planned: Planned,
         room: int,
         now_s: float,
         *,
@@ -389,7 +299,7 @@ class Gateway:
             follows_updates=binding.follows_updates,
         )
 
-    def _stream(self, planned: _Planned, on_pieces: OnPieces | None) -> ReplyStream | None:
+    def _stream(self, planned: Planned, on_pieces: OnPieces | None) -> ReplyStream | None:
         """Only a streamed reply and stop strings need the tokens while they are sampled."""
         if on_pieces is None and not planned.all_stops:
             return None
@@ -399,7 +309,7 @@ class Gateway:
         )
 
     def _finish(
-        self, request: GenerateRequest, result: GenerateResult, planned: _Planned
+        self, request: GenerateRequest, result: GenerateResult, planned: Planned
     ) -> tuple[GenerateResult, str, str | None]:
         """The engine's answer, checked and cut at a stop string, the text that may be shown, and that string.
 
@@ -424,7 +334,7 @@ class Gateway:
         text = planned.opening + cut.text
         return (shorter, text, cut.stop) if cut.stop in planned.stops else (shorter, text + cut.stop, None)
 
-    def _parse(self, text: str, planned: _Planned) -> ParsedReply:
+    def _parse(self, text: str, planned: Planned) -> ParsedReply:
         if planned.kind == "text":
             return ParsedReply(content=text)
         parsed = self._renderer.reader.read(
@@ -435,6 +345,9 @@ class Gateway:
         )
         if parsed.num_malformed:
             self._counters.add("gateway.malformed_calls", parsed.num_malformed)
+        if planned.is_single and len(parsed.tool_calls) > 1:  # the form of its calls has no end to stop at
+            self._counters.add("gateway.calls_left_out", len(parsed.tool_calls) - 1)
+            return msgspec.structs.replace(parsed, tool_calls=parsed.tool_calls[:1])
         return parsed
 
     def _context_full(self, prompt: Prompt) -> ChatReply:
@@ -446,26 +359,6 @@ class Gateway:
             num_completion_tokens=0,
             context_full=True,
         )
-
-
-def normal_messages(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Messages in the one form in which they are compared: content is None only beside tool calls.
-
-    Raises:
-        InputError: there are none, or one has an unknown role or lacks what its role needs.
-    """
-    if not messages:
-        raise InputError("messages must hold at least one message")
-    return tuple(_normal_message(index, message) for index, message in enumerate(messages))
-
-
-def _normal_message(index: int, message: Message) -> Message:
-    if message.role not in _ROLES:
-        raise InputError(f"messages[{index}].role must be one of {', '.join(_ROLES)}, not {message.role!r}")
-    if message.tool_calls and message.role != "assistant":
-        raise InputError(f"messages[{index}].tool_calls may stand only in an assistant message, not in {message.role}")
-    content = message.content or (None if message.tool_calls else "")
-    return message if content == message.content else msgspec.structs.replace(message, content=content)
 
 
 def _on_pieces(on_text: OnText | None, on_reasoning: OnText | None) -> OnPieces | None:

@@ -12,7 +12,8 @@ from aiohttp import web
 
 from steelyard.gateway.dialects.base import Asked, Job, Replies
 from steelyard.gateway.failures import Failure, bad_request
-from steelyard.gateway.service import Completion, TextRequest
+from steelyard.gateway.planning import TextRequest
+from steelyard.gateway.service import Completion
 from steelyard.types import ChatRequest
 
 Fail = Callable[[Exception], Failure]

@@ -14,6 +14,8 @@ def _byte_of_char() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR = _byte_of_char()
+CHAR_OF_BYTE = {byte: char for char, byte in _BYTE_OF_CHAR.items()}
+"""How a byte-level vocabulary writes each byte; a table for ``str.translate`` of ASCII text."""
 
 
 class TokenBytes(dict[int, bytes]):

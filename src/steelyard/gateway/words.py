@@ -14,7 +14,7 @@ import unicodedata
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import msgspec
+from steelyard.gateway.token_text import CHAR_OF_BYTE
 
 _CACHED_WORDS = 1 << 15
 _CACHED_WORD_CHARS = 64
@@ -61,10 +61,13 @@ def word_cutters(description: dict[str, Any]) -> list[Cut] | None:
     return cutters
 
 
-def bare_description(description: dict[str, Any]) -> bytes:
-    """The ``tokenizer.json`` that takes a text as one word."""
-    whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    return msgspec.json.encode({**description, "normalizer": None, "pre_tokenizer": whole})
+def word_encoder(model: Any) -> Encode:
+    """The tokens of one ASCII word by the BPE ``model`` of a byte-level tokenizer, without the tokenizer around it."""
+
+    def encode(word: str) -> tuple[int, ...]:
+        return tuple([token.id for token in model.tokenize(word.translate(CHAR_OF_BYTE))])
+
+    return encode
 
 
 class WordEncoder:
@@ -82,9 +85,9 @@ class WordEncoder:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The token ids of ``text``, which must be ASCII."""
-        words: list[str] = [text]
+        words = [text] if text else []
         for cut in self._cutters:
-            words = [word for piece in words for word in cut(piece) if word]
+            words = list(filter(None, itertools.chain.from_iterable(map(cut, words))))
         is_short = max(map(len, words), default=0) <= _CACHED_WORD_CHARS
         return tuple(itertools.chain.from_iterable(map(self._cached if is_short else self._encode_long, words)))
 

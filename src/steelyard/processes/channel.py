@@ -18,7 +18,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
@@ -181,14 +181,12 @@ class Server:
 class Client:
     """Calls endpoints of one server. Made by :meth:`connect`."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str) -> None:
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, name: str) -> None:
         self._name = name
+        self._transport: asyncio.Transport
         self._next_id = 0
         self._pending: dict[int, _PendingCall] = {}
         self._closed_by: SteelyardError | None = None
-        self._reading = asyncio.create_task(self._read_answers(), name=f"answers of {name}")
 
     @classmethod
     async def connect(cls, path: Path, *, name: str, deadline_s: float) -> "Client":
@@ -199,10 +197,14 @@ class Client:
         """
         loop = asyncio.get_running_loop()
         started = loop.time()
+        client = cls(name)
         while True:
             try:
-                reader, writer = await asyncio.open_unix_connection(str(path), limit=1 << 20)
-                return cls(reader, writer, name)
+                client._transport, _ = await loop.create_unix_connection(
+                    lambda: _Answers(client._deliver, client._ended),
+                    str(path),
+                )
+                return client
             except (FileNotFoundError, ConnectionRefusedError):
                 waited_s = loop.time() - started
                 if waited_s > deadline_s:
@@ -248,9 +250,7 @@ class Client:
     async def close(self) -> None:
         """End the connection; pending calls fail."""
         self.fail(RemoteFailed(f"the connection to {self._name} was closed by us"))
-        self._reading.cancel()
-        await asyncio.gather(self._reading, return_exceptions=True)
-        self._writer.close()
+        self._transport.close()
 
     async def _call(
         self, method: str, request: Any, deadline_s: float, on_event: Callable[[msgspec.Raw], None] | None
@@ -262,7 +262,7 @@ class Client:
         pending = _PendingCall(method, asyncio.get_running_loop().create_future(), on_event)
         self._pending[call_id] = pending
         try:
-            self._writer.write(frames.encode(Frame(call_id, "call", method, _raw(request))))
+            self._transport.write(frames.encode(Frame(call_id, "call", method, _raw(request))))
             # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the reply.
             async with asyncio.timeout(deadline_s):
                 return await pending.done
@@ -276,22 +276,16 @@ class Client:
             del self._pending[call_id]
 
     def _send_cancel(self, call_id: int) -> None:
-        if not self._writer.is_closing():
-            self._writer.write(frames.encode(Frame(call_id, "cancel", "", frames.NOTHING)))
+        if not self._transport.is_closing():
+            self._transport.write(frames.encode(Frame(call_id, "cancel", "", frames.NOTHING)))
 
-    async def _read_answers(self) -> None:
-        ended: SteelyardError = RemoteFailed(f"the connection to {self._name} ended")
-        try:
-            while (frame := await frames.read(self._reader)) is not None:
-                pending = self._pending.get(frame.id)
-                if pending is not None and not pending.done.done():
-                    self._deliver(frame, pending)
-        except RemoteFailed as error:
-            ended = error
-        finally:
-            self.fail(ended)
+    def _ended(self, error: SteelyardError | None) -> None:
+        self.fail(error or RemoteFailed(f"the connection to {self._name} ended"))
 
-    def _deliver(self, frame: Frame, pending: "_PendingCall") -> None:
+    def _deliver(self, frame: Frame) -> None:
+        pending = self._pending.get(frame.id)
+        if pending is None or pending.done.done():
+            return
         if frame.kind == "event":
             if pending.on_event is not None:
                 pending.on_event(frame.body)
@@ -299,6 +293,29 @@ class Client:
             pending.done.set_result(frame.body)
         else:
             pending.done.set_exception(frames.error_from(frame, self._name, pending.method))
+
+
+class _Answers(asyncio.Protocol):
+    """Hands each answer on in the moment when it arrives, without a task that would have to be woken for it."""
+
+    def __init__(self, deliver: Callable[[Frame], None], ended: Callable[[SteelyardError | None], None]) -> None:
+        self._buffer = frames.FrameBuffer()
+        self._deliver = deliver
+        self._ended = ended
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for frame in self._buffer.feed(data):
+                self._deliver(frame)
+        except RemoteFailed as error:
+            self._ended(error)
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended(None)
 
 
 def _forget(calls: dict[int, "asyncio.Task[None]"], call_id: int, _done: "asyncio.Task[None]") -> None:

@@ -59,13 +59,48 @@ async def read(reader: asyncio.StreamReader) -> Frame | None:
         errors.RemoteFailed: the length or the payload is not one of ours.
     """
     try:
-        head = await reader.readexactly(_LENGTH.size)
-        (num_bytes,) = _LENGTH.unpack(head)
-        if num_bytes > MAX_FRAME_BYTES:
-            raise errors.RemoteFailed(f"a frame must be <= {MAX_FRAME_BYTES} bytes, got {num_bytes}")
-        return _DECODER.decode(await reader.readexactly(num_bytes))
+        num_bytes = _payload_bytes(await reader.readexactly(_LENGTH.size), 0)
+        return _decode(await reader.readexactly(num_bytes))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
+
+
+class FrameBuffer:
+    """Frames out of bytes as they arrive."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """The frames that ``data`` completes.
+
+        Raises:
+            errors.RemoteFailed: a length or a payload is not one of ours.
+        """
+        self._rest += data
+        found, offset = [], 0
+        with memoryview(self._rest) as view:
+            while len(view) >= offset + _LENGTH.size:
+                start = offset + _LENGTH.size
+                end = start + _payload_bytes(view, offset)
+                if len(view) < end:
+                    break
+                found.append(_decode(view[start:end].tobytes()))
+                offset = end
+        del self._rest[:offset]
+        return found
+
+
+def _payload_bytes(data: bytes | memoryview, offset: int) -> int:
+    (num_bytes,) = _LENGTH.unpack_from(data, offset)
+    if num_bytes > MAX_FRAME_BYTES:
+        raise errors.RemoteFailed(f"a frame must be <= {MAX_FRAME_BYTES} bytes, got {num_bytes}")
+    return int(num_bytes)
+
+
+def _decode(payload: bytes) -> Frame:
+    try:
+        return _DECODER.decode(payload)
     except msgspec.DecodeError as error:
         raise errors.RemoteFailed(f"a frame must be a msgpack array of four, got {error}") from error
 

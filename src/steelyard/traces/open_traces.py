@@ -41,14 +41,18 @@ _OUTLINE_DECODER = msgspec.msgpack.Decoder(TurnOutline)
 class OpenTraces:
     """The open traces in one directory, which this process alone writes.
 
-    The files that were written last stay open, at most a quarter of what the process may open.
+    The files that were written last stay open.
+
+    Args:
+        max_open_files: by default a quarter of what the process may open, at most 4096.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, max_open_files: int | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._descriptors: OrderedDict[str, int] = OrderedDict()
-        self._max_descriptors = min(_MAX_DESCRIPTORS, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        allowed = min(_MAX_DESCRIPTORS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._max_descriptors = max(1, allowed if max_open_files is None else max_open_files)
 
     def append(self, turn: Turn) -> int:
         """Append one turn; returns the size in bytes before, for ``retract``.

@@ -242,6 +242,23 @@ def test_without_parallel_calls_a_reply_ends_with_its_first(tmp_path: Path) -> N
     serve(world, scenario)
 
 
+def test_one_call_is_returned_also_where_the_form_of_calls_has_no_end_to_stop_at(tmp_path: Path) -> None:
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+        "{% if message.tool_calls %}[TOOL_CALLS]{{ message.tool_calls | tojson }}{% endif %}"
+        "{{ message.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = '{"name": "submit", "arguments": {"a": 1}}'
+    world = GatewayWorld(tmp_path, [f"[TOOL_CALLS][{call}, {call}]"], template=template)
+
+    async def scenario(client: AsyncOpenAI, _: str) -> None:
+        reply = await client.chat.completions.create(model="m", messages=[USER], tools=TOOLS, parallel_tool_calls=False)
+        assert len(reply.choices[0].message.tool_calls or ()) == 1
+        assert world.counters.read()["gateway.calls_left_out"] == 1
+
+    serve(world, scenario)
+
+
 def test_arguments_that_a_client_writes_again_are_still_ours(tmp_path: Path) -> None:
     world = GatewayWorld(tmp_path, [CALL, "Done."])
 
@@ -250,7 +267,8 @@ def test_arguments_that_a_client_writes_again_are_still_ours(tmp_path: Path) -> 
         message: Any = first.choices[0].message.model_dump(exclude_none=True)
         message["tool_calls"][0]["function"]["arguments"] = '{"a":1}'
         results = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "ok"}
-        await client.chat.completions.create(model="m", messages=[USER, message, results], tools=TOOLS)
+        again: Any = [USER, message, results]
+        await client.chat.completions.create(model="m", messages=again, tools=TOOLS)
         assert [turn.segment_index for turn in world.store.open_turns(ATTEMPT)] == [0, 0]
 
     serve(world, scenario)

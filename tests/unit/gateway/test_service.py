@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from steelyard.errors import DeadlineExceeded, EngineError, InputError, Refused
-from steelyard.gateway.service import GatewayLimits, Overloaded, TextRequest, normal_messages
+from steelyard.gateway.planning import TextRequest, normal_messages
+from steelyard.gateway.service import GatewayLimits, Overloaded
 from steelyard.testing.gateway import ATTEMPT, GatewayWorld, Say, binding
 from steelyard.testing.manual_clock import ManualClock
 from steelyard.types import (

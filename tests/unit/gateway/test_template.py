@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from steelyard.errors import InputError
-from steelyard.gateway.template import ChatTemplate
+from steelyard.gateway.template import ChatTemplate, FixedDict
 from steelyard.testing.tokenizer import write_tokenizer
 
 TOOLS: list[dict[str, Any]] = [
@@ -111,3 +111,19 @@ def test_a_directory_without_a_template_is_named(tmp_path: Path) -> None:
 def test_a_template_that_is_no_jinja_is_bad_input() -> None:
     with pytest.raises(InputError, match="cannot be compiled"):
         ChatTemplate("{% if %}")
+
+
+def test_the_json_of_a_fixed_dictionary_is_that_of_a_plain_one() -> None:
+    template = ChatTemplate("{% for tool in tools %}{{ tool | tojson }} {{ tool | tojson(indent=1) }}{% endfor %}")
+    plain = {"name": "f", "parameters": {"a": ["<", "\u00e9"]}}
+    fixed = FixedDict(plain)
+    shown = [template.render([], [tool], add_generation_prompt=False) for tool in (plain, fixed, fixed)]
+    assert shown == [shown[0]] * 3
+
+
+def test_a_template_cannot_reach_beyond_the_numbers_of_its_loop() -> None:
+    source = "{% for message in messages %}{{ loop._iterator is defined }}{% endfor %}"
+    assert ChatTemplate(source).render([{}], None, add_generation_prompt=False) == "False"
+    source = "{% for message in messages %}{{ loop.index }}{{ loop.first }}{{ loop.nextitem is defined }};{% endfor %}"
+    messages = [{"role": "user"}, {"role": "tool"}]
+    assert ChatTemplate(source).render(messages, None, add_generation_prompt=False) == "1TrueTrue;2FalseFalse;"

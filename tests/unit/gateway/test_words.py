@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from steelyard.gateway.codec import TokenCodec
-from steelyard.gateway.words import WordEncoder, ascii_pattern, bare_description, encodes_alike, word_cutters
+from steelyard.gateway.words import WordEncoder, ascii_pattern, encodes_alike, word_cutters, word_encoder
 from steelyard.testing.tokenizer import write_tokenizer
 
 LLAMA = (
@@ -52,8 +52,7 @@ def description(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def encoder_of(description: dict[str, Any]) -> WordEncoder:
     cutters = word_cutters(description)
     assert cutters is not None
-    bare = Tokenizer.from_str(bare_description(description).decode())
-    return WordEncoder(cutters, lambda word: tuple(bare.encode(word, add_special_tokens=False).ids))
+    return WordEncoder(cutters, word_encoder(Tokenizer.from_str(json.dumps(description)).model))
 
 
 PIECES = st.sampled_from(

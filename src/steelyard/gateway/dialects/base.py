@@ -12,7 +12,8 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from steelyard.gateway.failures import Failure, FailureKind, bad_request
-from steelyard.gateway.service import Completion, TextRequest
+from steelyard.gateway.planning import TextRequest
+from steelyard.gateway.service import Completion
 from steelyard.ids import IdSource
 from steelyard.types import ChatRequest, Turn
 

@@ -13,7 +13,7 @@ import msgspec
 from steelyard.gateway.dialects.base import Asked, Desk, decode_body, refuse_given
 from steelyard.gateway.dialects.openai_replies import ChatReplies, TextReplies, Wanted
 from steelyard.gateway.failures import Failure, bad_request
-from steelyard.gateway.service import TextRequest
+from steelyard.gateway.planning import TextRequest
 from steelyard.types import ChatRequest, Message, MustCall, ToolCall, ToolSpec
 
 _TEXT_PARTS = ("text", "refusal")

@@ -8,7 +8,7 @@ from openai.types.chat import completion_create_params as chat_params
 from steelyard.gateway.dialects import openai
 from steelyard.gateway.dialects.base import ModelNames
 from steelyard.gateway.failures import Failure, FailureKind
-from steelyard.gateway.service import TextRequest
+from steelyard.gateway.planning import TextRequest
 from steelyard.testing.gateway import make_desk
 from steelyard.types import ChatRequest, Message, MustCall, ToolCall, ToolSpec
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from steelyard.gateway.dialects import anthropic, openai
 from steelyard.gateway.dialects.base import Asked
-from steelyard.gateway.service import Completion, normal_messages
+from steelyard.gateway.planning import normal_messages
+from steelyard.gateway.service import Completion
 from steelyard.testing.gateway import make_desk
 from steelyard.types import ChatReply, ChatRequest, FinishReason, Message, ToolCall, ToolSpec
 

@@ -1,0 +1,60 @@
+from pathlib import Path
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from steelyard.testing.traces import make_turn
+from steelyard.traces.open_traces import OpenTraces
+from steelyard.traces.sealed import decode_sealed, splice_sealed
+from steelyard.types import EndReason, ToolRecord, Trace
+
+
+def num_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_turns_of_more_attempts_than_files_may_be_open_all_stand_in_their_own_file(tmp_path: Path) -> None:
+    traces = OpenTraces(tmp_path, max_open_files=2)
+    num_before = num_open_files()
+    for index in range(3):
+        for attempt_id in ("att_a", "att_b", "att_c"):
+            traces.append(make_turn(attempt_id, index))
+    assert num_open_files() - num_before == 2
+    for attempt_id in ("att_a", "att_b", "att_c"):
+        assert traces.turns(attempt_id) == tuple(make_turn(attempt_id, index) for index in range(3))
+    traces.close()
+    assert num_open_files() == num_before
+
+
+def test_a_removed_trace_is_begun_anew_and_not_written_into_its_deleted_file(tmp_path: Path) -> None:
+    traces = OpenTraces(tmp_path)
+    traces.append(make_turn("att_a", 0))
+    traces.remove("att_a")
+    assert traces.append(make_turn("att_a", 1)) == 0
+    assert traces.turns("att_a") == (make_turn("att_a", 1),)
+    traces.close()
+
+
+@given(lengths=st.lists(st.integers(1, 6), max_size=4), num_tools=st.integers(0, 2))
+def test_spliced_bytes_are_those_of_the_whole_trace(lengths: list[int], num_tools: int) -> None:
+    turns = tuple(make_turn("att_a", index, num_tokens=length) for index, length in enumerate(lengths))
+    tools = (ToolRecord(tool_call_id="call_a", turn_index=0, name="f", outcome="ok", latency_s=0.5),) * num_tools
+    trace = Trace(attempt_id="att_a", turns=turns, end_reason=EndReason.SUBMITTED, tools=tools)
+    data, digest = splice_sealed(
+        "att_a", [memoryview(msgspec.msgpack.encode(turn)) for turn in turns], EndReason.SUBMITTED, tools
+    )
+    assert data.partition(b"\n")[2] == msgspec.msgpack.encode(trace)
+    assert decode_sealed("att_a", data, "here") == (trace, digest)
+
+
+def test_outlines_say_of_each_turn_what_the_turn_says(tmp_path: Path) -> None:
+    traces = OpenTraces(tmp_path)
+    turns = tuple(make_turn("att_a", index, segment_index=index // 2, version=index) for index in range(3))
+    for turn in turns:
+        traces.append(turn)
+    payloads, outlines = traces.payloads("att_a")
+    assert [msgspec.msgpack.decode(payload, type=type(turns[0])) for payload in payloads] == list(turns)
+    for turn, outline in zip(turns, outlines, strict=True):
+        assert all(getattr(turn, name) == getattr(outline, name) for name in outline.__struct_fields__)
+    traces.close()
