@@ -189,6 +189,14 @@ def binding(
     )
 
 
+def _renderer(model_dir: Path, template: str | None, family: str | None) -> Renderer:
+    if family is None:
+        write_tokenizer(model_dir, template)
+    else:
+        write_family(model_dir, families()[family])
+    return Renderer.load(model_dir)
+
+
 class GatewayWorld:
     """A gateway over ``directory`` with one live attempt, :data:`ATTEMPT`; all parts are attributes.
 
@@ -218,12 +226,7 @@ class GatewayWorld:
     ) -> None:
         self.clock = clock or SystemClock()
         self.counters = Counters()
-        model_dir = directory / "tokenizer"
-        if family is None:
-            write_tokenizer(model_dir, template)
-        else:
-            write_family(model_dir, families()[family])
-        self.renderer = Renderer.load(model_dir)
+        self.renderer = _renderer(directory / "tokenizer", template, family)
         self.generator = ScriptedGenerator(self.renderer.codec, self.renderer.end_of_turn_id, script)
         self.ledger = TokenLedger(directory / "ledger")
         self.store = TraceStore(directory / "traces", before_seal=self.ledger.sync)
