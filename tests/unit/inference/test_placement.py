@@ -1,6 +1,7 @@
 """Decisions about one request."""
 
 import dataclasses
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ HOME = dataclasses.replace(BUSY, replica_id="home", prefill_s=0.1)
 
 
 def test_only_what_fits_by_projection_is_taken() -> None:
-    busy = {"capacity_tokens": 1000, "projected_tokens": 600, "kept_tokens": 100, "num_open": 4}
+    busy: dict[str, Any] = {"capacity_tokens": 1000, "projected_tokens": 600, "kept_tokens": 100, "num_open": 4}
     assert has_room(NEED, **busy)
     assert not has_room(NEED, **{**busy, "projected_tokens": 601})
     assert not has_room(NEED, **{**busy, "kept_tokens": 101})
