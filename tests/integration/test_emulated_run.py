@@ -43,7 +43,8 @@ def test_a_run_with_emulated_engines_goes_all_the_way_and_says_that_its_tokens_m
     audited = steelyard("audit", tmp_path / "run")
     assert audited.returncode == 0, audited.stdout
     deep = steelyard("audit", tmp_path / "run", "--deep")
-    assert deep.returncode == 2 and "inference.engine must compute with the weights" in deep.stderr
+    assert deep.returncode == 2, (deep.returncode, deep.stdout, deep.stderr)
+    assert "inference.engine must compute with the weights" in deep.stderr
     shutil.rmtree(tmp_path / "run")
 
 

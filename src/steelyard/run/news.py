@@ -113,14 +113,21 @@ class News:
         *Consumes* stats and books; *waits for* time; *unblocked by* time; *produces* rows.
         """
         round_number = 0
-        while True:
-            await asyncio.sleep(_EVERY_S)
-            await self._sample_engines(router.replicas)
-            self.row(router_row(router.take_figures(), self._clock.now_s(), self.counters.read()))
-            self.row(self.tools.take(self._clock.now_s()))
-            if round_number % _BOOKS_EVERY == 0:
-                await self.books(coordinator, recorded)
-            round_number += 1
+        try:
+            while True:
+                await asyncio.sleep(_EVERY_S)
+                await self._sample_engines(router.replicas)
+                self._sample_router(router)
+                self.row(self.tools.take(self._clock.now_s()))
+                if round_number % _BOOKS_EVERY == 0:
+                    await self.books(coordinator, recorded)
+                round_number += 1
+        finally:
+            # The counts of the whole run, though its last seconds are no full round.
+            self._sample_router(router)
+
+    def _sample_router(self, router: Router) -> None:
+        self.row(router_row(router.take_figures(), self._clock.now_s(), self.counters.read()))
 
     async def books(self, coordinator: Coordinator, recorded: Recorded) -> None:
         """Write the books as they are now."""

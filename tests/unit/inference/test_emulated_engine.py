@@ -156,20 +156,24 @@ def test_a_version_is_held_only_if_its_files_are_what_was_published_and_it_is_th
 
 def test_an_update_spans_two_versions_and_is_refused_under_a_pinned_request() -> None:
     async def work(engine: EmulatedEngine, files: Files) -> None:
-        plain = msgspec.structs.replace(ask("a", follows=True, max_tokens=100, stream=True), stop_token_ids=())
-        has_begun = asyncio.Event()
-        follows = asyncio.create_task(engine.generate(plain, lambda chunk: has_begun.set()))
-        await has_begun.wait()
+        came = asyncio.Event()
+        endless = msgspec.structs.replace(ask("a", follows=True, max_tokens=50_000, stream=True), stop_token_ids=())
+        follows = asyncio.create_task(engine.generate(endless, lambda chunk: came.set()))
+        await came.wait()
         proof = await engine.update("v1", 1, KvRule.RECOMPUTE)
+        came.clear()
+        await came.wait()
+        await engine.abort("a")
         result = await follows
+        assert result.finish_reason is FinishReason.CANCELLED
         assert [span.version for span in result.version_spans] == [0, 1]
         start = result.version_spans[1].start
-        assert 1 <= start < 100 and result.load_id == proof.load_id
+        assert 1 <= start < len(result.token_ids) and result.load_id == proof.load_id
         expected = emulated_logprobs(0, 10, result.token_ids[:start])
         expected += emulated_logprobs(1, 10 + start, result.token_ids[start:])
         assert result.logprobs == tuple(expected)
         pinned = asyncio.create_task(
-            engine.generate(msgspec.structs.replace(ask("b", version=1, max_tokens=1000), stop_token_ids=()))
+            engine.generate(msgspec.structs.replace(ask("b", version=1, max_tokens=50_000), stop_token_ids=()))
         )
         await asyncio.sleep(0)
         with pytest.raises(EngineError, match="version 1 must not be replaced while pinned requests use it"):
@@ -177,7 +181,7 @@ def test_an_update_spans_two_versions_and_is_refused_under_a_pinned_request() ->
         await engine.abort("b")
         await pinned
 
-    with_engine(work, scale=2.0)
+    with_engine(work, scale=2.0, kv=200_000)
 
 
 def test_a_closed_engine_fails_what_is_open_and_what_comes() -> None:

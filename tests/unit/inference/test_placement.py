@@ -1,7 +1,6 @@
 """Decisions about one request."""
 
 import dataclasses
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,14 +14,13 @@ HOME = dataclasses.replace(BUSY, replica_id="home", prefill_s=0.1)
 
 
 def test_only_what_fits_by_projection_is_taken() -> None:
-    busy: dict[str, Any] = {"capacity_tokens": 1000, "projected_tokens": 600, "kept_tokens": 100, "num_open": 4}
-    assert has_room(NEED, **busy)
-    assert not has_room(NEED, **{**busy, "projected_tokens": 601})
-    assert not has_room(NEED, **{**busy, "kept_tokens": 101})
-    assert has_room(NEED, **{**busy, "capacity_tokens": None, "projected_tokens": 10**9})
-    assert has_room(NEED, **{**busy, "capacity_tokens": 100, "projected_tokens": 0, "num_open": 0}), (
-        "it never gets more"
-    )
+    def fits(*, capacity: int | None = 1000, projected: int = 600, kept: int = 100, num_open: int = 4) -> bool:
+        return has_room(NEED, capacity_tokens=capacity, projected_tokens=projected, kept_tokens=kept, num_open=num_open)
+
+    assert fits()
+    assert not fits(projected=601) and not fits(kept=101)
+    assert fits(capacity=None, projected=10**9), "who does not say how much it has takes all"
+    assert fits(capacity=100, projected=0, num_open=0), "an idle one will never have more"
     assert choose(NEED, None, [dataclasses.replace(BUSY, has_room=False)]) is None
 
 
