@@ -42,7 +42,10 @@ async def update(engine: LocalEngine, loader: MemoryVersions, version: int, modu
 
 
 async def play(directory: Path, kv: KvRule) -> tuple[Trace, SealedTrace, list[Any]]:
-    """One answer over HTTP, streamed; weights change twice while it comes. Its trace, the record of its sealing, and the three policies."""
+    """One answer over HTTP, streamed; weights change twice while it comes.
+
+    Returns its trace, the record of its sealing, and the three policies.
+    """
     clock = SystemClock()
     sampling = Sampling(temperature=TEMPERATURE, max_tokens=ANSWER_TOKENS)
     bound = msgspec.structs.replace(binding(policy_version=0, sampling=sampling), follows_updates=True)
