@@ -44,7 +44,7 @@ async def update(engine: LocalEngine, loader: MemoryVersions, version: int, modu
 async def play(directory: Path, kv: KvRule) -> tuple[Trace, SealedTrace, list[Any]]:
     """One answer over HTTP, streamed; weights change twice while it comes.
 
-    Its trace, the record of its sealing, and the three policies.
+    Returns its trace, the record of its sealing, and the three policies.
     """
     clock = SystemClock()
     sampling = Sampling(temperature=TEMPERATURE, max_tokens=ANSWER_TOKENS)

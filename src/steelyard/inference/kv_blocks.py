@@ -25,7 +25,7 @@ from steelyard.errors import EngineError
 
 # Who comes anew finds room for this many more turns of everybody. So what it computes again, if it is ever pushed out,
 # is shared by as many turns.
-_TURNS_AHEAD = 6
+_TURNS_AHEAD = 3
 
 # The mean growth of a turn is over about so many: more than the conversations that may end at the same time.
 _GROWTH_WINDOW = 512

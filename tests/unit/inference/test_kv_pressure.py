@@ -123,12 +123,12 @@ def test_an_engine_that_would_idle_while_tools_run_lets_others_in_and_computes_a
 
 
 def test_wrong_projections_evict_and_everybody_still_ends() -> None:
-    one = scheduler(HALF // 2)
+    one = scheduler(HALF // 4, step_tokens=1_000_000)
     for index in range(20):
         one.add(request_for(f"short{index}", (1,), max_tokens=400, stop=(7,)), 0.0)
         for batch in one.plan(0.0):
             one.commit(batch, Sampled([7], [-1.0], [0.0]), 0.0)
         one.release(f"short{index}")
     one.take_finished()
-    Agents(one, Cost(), max_tokens=4 * ANSWER_TOKENS).play()
+    Agents(one, Cost(tool_s=0.0), max_tokens=4 * ANSWER_TOKENS).play()
     assert one.num_evicted > 0
