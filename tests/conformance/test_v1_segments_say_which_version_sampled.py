@@ -14,13 +14,13 @@ from openai import AsyncOpenAI
 
 from steelyard.assembly.samples import trace_samples
 from steelyard.clock import SystemClock
-from steelyard.inference.engine import KvRule
+from steelyard.inference.engine import KvRule, OnTokens
 from steelyard.inference.engine_core import EngineSettings
 from steelyard.inference.local_engine import LocalEngine
 from steelyard.testing.gateway import ATTEMPT, GatewayWorld, binding
 from steelyard.testing.tiny_model import tiny_module
 from steelyard.testing.versions import MemoryVersions, tiny_core
-from steelyard.types import Sampling, SealedTrace, Trace
+from steelyard.types import GenerateRequest, GenerateResult, Sampling, SealedTrace, TokenChunk, Trace
 
 TEMPERATURE = 0.3
 ANSWER_TOKENS = 900
@@ -34,11 +34,40 @@ def talkative(seed: int, end_of_turn_id: int) -> Any:
     return module
 
 
-async def update(engine: LocalEngine, loader: MemoryVersions, version: int, module: Any, kv: KvRule) -> None:
-    """Paused, so that the answer cannot end before."""
-    await engine.pause()
-    await engine.update(loader.put(version, module), version, kv)
-    await engine.resume()
+class Watched:
+    """The engine, and when it has sampled: text may be held back from the client for as long as it could be a mark."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self._engine = engine
+        self.has_sampled = asyncio.Event()
+
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
+        def seen(chunk: TokenChunk) -> None:
+            self.has_sampled.set()
+            if on_tokens is not None:
+                on_tokens(chunk)
+
+        return await self._engine.generate(request, seen)
+
+    async def abort(self, request_id: str) -> None:
+        await self._engine.abort(request_id)
+
+    async def update(self, loader: MemoryVersions, version: int, module: Any, kv: KvRule) -> None:
+        """Once the version before has sampled; paused, so that the answer cannot end before."""
+        async with asyncio.timeout(60):
+            await self.has_sampled.wait()
+        await self._engine.pause()
+        await self._engine.update(loader.put(version, module), version, kv)
+        self.has_sampled.clear()
+        await self._engine.resume()
+
+
+async def read_answer(client: AsyncOpenAI) -> None:
+    stream: Any = await client.chat.completions.create(
+        model="any", messages=[{"role": "user", "content": "Count."}], stream=True
+    )
+    async for _ in stream:
+        pass
 
 
 async def play(directory: Path, kv: KvRule) -> tuple[Trace, SealedTrace, list[Any]]:
@@ -54,17 +83,15 @@ async def play(directory: Path, kv: KvRule) -> tuple[Trace, SealedTrace, list[An
     modules = [talkative(seed, end_of_turn_id) for seed in range(3)]
     core, loader = tiny_core(clock, sizes, modules[:1])
     engine = LocalEngine(core, loader, clock)
-    world = GatewayWorld(directory / "second", engine=engine, bindings={ATTEMPT: bound})
+    watched = Watched(engine)
+    world = GatewayWorld(directory / "second", engine=watched, bindings={ATTEMPT: bound})
     try:
         url = await world.server.start()
         async with AsyncOpenAI(base_url=url, api_key=world.key(), max_retries=0, timeout=120) as client:
-            stream: Any = await client.chat.completions.create(
-                model="any", messages=[{"role": "user", "content": "Count."}], stream=True
-            )
-            to_come = iter((1, 2))
-            async for chunk in stream:
-                if chunk.choices and chunk.choices[0].delta.content and (version := next(to_come, None)) is not None:
-                    await update(engine, loader, version, modules[version], kv)
+            reading = asyncio.create_task(read_answer(client))
+            for version in (1, 2):
+                await watched.update(loader, version, modules[version], kv)
+            await reading
         sealed = await world.seal()
         return (await world.store.read(ATTEMPT))[0], sealed, modules
     finally:
