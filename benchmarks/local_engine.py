@@ -44,7 +44,8 @@ import transformers
 from steelyard.clock import SystemClock
 from steelyard.ids import SeededIds
 from steelyard.inference.client import ClientDeadlines, EngineClient
-from steelyard.inference.local_engine import EngineCore, EngineSettings, LocalEngine, prepare_process
+from steelyard.inference.engine_core import EngineCore, EngineSettings
+from steelyard.inference.local_engine import LocalEngine, prepare_process
 from steelyard.inference.router import Router
 from steelyard.processes.child import thread_environment
 from steelyard.run.children import start_child

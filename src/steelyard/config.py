@@ -22,13 +22,17 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
 
 class RuntimeConfig(Section, frozen=True, kw_only=True):
-    """``inline`` holds everything in one process (tests); ``local`` runs one process per component."""
+    """``inline`` holds everything in one process (tests); ``local`` runs one process per component.
+
+    A replica or trainer that dies is started again, at most ``max_restarts`` times in a row without any success.
+    """
 
     kind: Literal["inline", "local", "ray"] = "local"
     devices: Literal["cpu"] = "cpu"
     ray_address: str | None = None
     start_deadline_s: float = 120.0
     stop_deadline_s: float = 10.0
+    max_restarts: int = 3
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -183,8 +187,19 @@ class ScoringConfig(Section, frozen=True, kw_only=True):
 
 
 class WeightsConfig(Section, frozen=True, kw_only=True):
-    """Publication of policy versions."""
+    """Publication of policy versions.
 
+    ``mode`` ``pinned``: one version samples a trajectory from its first token to its last. ``segmented``: weights may
+    change between two tokens, and spans say where; ``kv`` says what becomes of the KV then.
+
+    ``publication`` says how several replicas go over to a version. ``rolling``: one after the other, the others serve
+    on. ``blue_green``: one replica stands by, loads, and takes the place of another. ``drain``: all stop taking
+    attempts, load, and go on.
+    """
+
+    mode: Literal["pinned", "segmented"] = "pinned"
+    kv: Literal["recompute", "keep"] = "recompute"
+    publication: Literal["rolling", "blue_green", "drain"] = "rolling"
     max_retained_versions: int = 8
     load_deadline_s: float = 60.0
 

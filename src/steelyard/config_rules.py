@@ -31,6 +31,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _ranges(config)
     yield from _batch_arithmetic(config)
     yield from _room(config)
+    yield from _weights(config)
     yield from _workers(config)
     yield from _blobs(config.blobs)
     yield from _journal(config.journal)
@@ -42,6 +43,7 @@ def _minimums(config: Config) -> Iterator[str]:
         "resources.rollout_gpus": (config.resources.rollout_gpus, 1),
         "resources.train_gpus": (config.resources.train_gpus, 1),
         "resources.reward_gpus": (config.resources.reward_gpus, 0),
+        "runtime.max_restarts": (config.runtime.max_restarts, 0),
         "rollout.num_workers": (config.rollout.num_workers, 0),
         "rollout.group_size": (config.rollout.group_size, 2),
         "rollout.max_turns": (config.rollout.max_turns, 1),
@@ -160,6 +162,25 @@ def _room(config: Config) -> Iterator[str]:
             f"weights.max_retained_versions must be >= admission.max_policy_lag + 2 ({versions}), "
             f"got {config.weights.max_retained_versions}"
         )
+
+
+_LOSSES_FOR_KEPT_KV: frozenset[str] = frozenset()
+"""``algorithm.kind`` whose loss declares that it accepts tokens over KV of an older version. None does so far."""
+
+
+def _weights(config: Config) -> Iterator[str]:
+    weights, kind = config.weights, config.algorithm.kind
+    if weights.kv == "keep" and weights.mode == "pinned":
+        yield "weights.kv must be recompute where weights.mode is pinned: no KV outlives its version, got keep"
+    elif weights.kv == "keep" and kind not in _LOSSES_FOR_KEPT_KV:
+        accepting = ", ".join(sorted(_LOSSES_FOR_KEPT_KV)) or "none does in this version"
+        yield (
+            f"weights.kv must be recompute where the loss of algorithm.kind {kind} does not declare that it accepts "
+            f"tokens over an older version's KV ({accepting}), got keep"
+        )
+    if weights.publication == "blue_green" and config.resources.rollout_gpus < 2:
+        got = config.resources.rollout_gpus
+        yield f"resources.rollout_gpus must be >= 2 where weights.publication is blue_green, got {got}"
 
 
 def _workers(config: Config) -> Iterator[str]:

@@ -3,20 +3,19 @@
 What may be deleted is decided by who refers to it, however many versions follow and however slow a reader is.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from steelyard.coordinator.transitions import VersionState
 from steelyard.errors import DeadlineExceeded
-from steelyard.run.versions import VersionKeeper
-from steelyard.testing.engine import FakeEngine
+from steelyard.testing.fleet import RigFleet
+from steelyard.testing.manual_clock import settle
 from steelyard.testing.run_rig import RunRig, make_proof, play
 from steelyard.testing.tiny_model import tiny_module, write_tiny_model
-from steelyard.trainer.client import TrainerClient
-from steelyard.types import LoadProof
 from steelyard.weights.loader import VersionLoader
 from steelyard.weights.publisher import VersionPublisher
 from steelyard.weights.retention import VersionStore
@@ -24,31 +23,18 @@ from steelyard.weights.retention import VersionStore
 NUM_STEPS = 4
 
 
-class Replica(FakeEngine):
-    """Proves the load of what the rig has published."""
-
-    rig: RunRig
-
-    async def load(self, version_dir: str, version: int) -> LoadProof:
-        proof = await super().load(version_dir, version)
-        return make_proof(self.rig.stores.versions[version].manifest, proof.replica_id)
-
-
 class Weights:
     """A run whose versions lie on disk as the real publisher writes them."""
 
-    def __init__(self, rig: RunRig, root: Path) -> None:
+    def __init__(self, rig: RunRig, root: Path, max_versions: int = 3) -> None:
         self.rig = rig
         self.store = VersionStore(root / "weights")
         self._publisher = VersionPublisher(self.store.root, write_tiny_model(root / "model"), probe_tolerance=1e-4)
-        replica = Replica(rig.clock)
-        replica.rig = rig
-        self.keeper = VersionKeeper(
-            rig.coordinator, cast(TrainerClient, None), {replica.replica_id: replica}, self.store, 5.0
-        )
-        self._write(0)
+        self.fleet = RigFleet(rig, self.store.root, num_replicas=2, max_versions=max_versions)
+        self.keeper = self.fleet.keeper
+        self.write(0)
 
-    def _write(self, version: int) -> None:
+    def write(self, version: int) -> None:
         parent = version - 1 if version else None
         self._publisher.publish(tiny_module(version), version=version, step=version, parent_version=parent)
 
@@ -56,7 +42,7 @@ class Weights:
         """One optimizer step and its checkpoint; its version is written, published, loaded and READY."""
         await self.rig.rollouts()
         await self.rig.begin(step)
-        self._write(step + 1)
+        self.write(step + 1)
         await self.keeper.load(await self.rig.publish(step + 1, is_ready=False))
         await self.rig.checkpoint(step + 1)
         await self.keeper.tidy()
@@ -64,7 +50,10 @@ class Weights:
 
 def run(root: Path, scene: Callable[[Weights], Awaitable[None]], **settings: Any) -> None:
     async def on_rig(rig: RunRig) -> None:
-        await scene(Weights(rig, root))
+        weights = Weights(rig, root)
+        await weights.fleet.fleet.begin()
+        await weights.keeper.load(0)
+        await scene(weights)
 
     play(on_rig, **settings)
 
@@ -99,3 +88,31 @@ def test_c2_where_few_versions_may_be_kept_a_publication_waits_and_names_the_rea
         assert weights.store.versions() == (1, 2)
 
     run(tmp_path, scene, max_retained_versions=3)
+
+
+def test_c2_files_stay_while_one_of_several_replicas_still_loads_them(tmp_path: Path) -> None:
+    async def scene(weights: Weights) -> None:
+        slow = weights.fleet.engine(1)
+        slow.gate.clear()
+        await weights.rig.rollouts()
+        await weights.rig.begin(0)
+        weights.write(1)
+        loading = asyncio.create_task(weights.keeper.load(await weights.rig.publish(1, is_ready=False)))
+        await settle()
+        assert weights.fleet.held()[0] == [0, 1], "the fast one serves it by now"
+        coordinator = weights.rig.coordinator
+        for step in range(1, NUM_STEPS):
+            await weights.rig.rollouts()
+            await weights.rig.begin(step)
+            version = await weights.rig.publish(step + 1, is_ready=False)
+            weights.write(version)
+            await coordinator.loaded(make_proof(weights.rig.stores.versions[version].manifest, "replica-0"))
+            await coordinator.ready(version)
+            await weights.rig.checkpoint(step + 1)
+            assert 1 not in await coordinator.deletable_versions(), "somebody reads it"
+        slow.gate.set()
+        await loading
+        await weights.keeper.tidy()
+        assert 1 not in weights.store.versions()
+
+    run(tmp_path, scene, max_retained_versions=8)

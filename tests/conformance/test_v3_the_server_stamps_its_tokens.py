@@ -40,7 +40,9 @@ async def sealed_over_4_and_6(directory: Path, lease: Lease) -> tuple[Trace, Sea
 
 async def consumed_at_7(directory: Path) -> tuple[BatchPlan, Lease]:
     """Version 4 begins it, version 6 ends it, step 7 consumes it."""
-    settings = make_settings(lag=BOUND, groups_per_batch=1, group_size=2, max_retained_versions=20, is_pinned=False)
+    settings = make_settings(
+        lag=BOUND, groups_per_batch=1, group_size=2, max_retained_versions=20, follows_updates=True
+    )
     rig = await RunRig(settings).start()
     slow: Lease | None = None
     for step in range(LAST_STEP):

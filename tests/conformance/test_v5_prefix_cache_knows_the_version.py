@@ -14,7 +14,8 @@ import pytest
 from steelyard.clock import SystemClock
 from steelyard.ids import SeededIds
 from steelyard.inference.client import ClientDeadlines, EngineClient
-from steelyard.inference.local_engine import EngineCore, EngineSettings, LocalEngine
+from steelyard.inference.engine_core import EngineCore, EngineSettings
+from steelyard.inference.local_engine import LocalEngine
 from steelyard.inference.service import serve_engine
 from steelyard.processes.channel import Client
 from steelyard.testing.tiny_model import tiny_module

@@ -30,7 +30,8 @@ STAGES = {
 JOINERS = {"run", "cli", "cluster", "sim", "observe", "testing"}
 TORCH_PACKAGES = {"trainer", "weights"}
 TORCH_MODULES = {
-    "inference.model_runner", "inference.kv_cache", "inference.local_engine", "scoring.reward_model",
+    "inference.model_runner", "inference.kv_cache", "inference.engine_core", "inference.local_engine",
+    "scoring.reward_model",
 }  # fmt: skip
 HEAVY = {"torch", "transformers", "safetensors"}
 PURE = (

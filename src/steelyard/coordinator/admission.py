@@ -15,7 +15,7 @@ from steelyard.coordinator import events as e
 from steelyard.coordinator.entities import Group, Rollout, State
 from steelyard.coordinator.records import CoordinatorSettings
 from steelyard.coordinator.retry_rules import RetryRule, backoff_s
-from steelyard.coordinator.transitions import GroupState
+from steelyard.coordinator.transitions import GroupState, VersionState
 from steelyard.types import Purpose
 
 _GRADER_FAILED = "grader_failed"
@@ -214,6 +214,33 @@ def too_stale(settings: CoordinatorSettings, group: Group) -> bool:
 
 
 # --- versions -------------------------------------------------------------------------------------
+
+
+def bindable(state: State, group: Group) -> int | None:
+    """The version that a new attempt of ``group`` is bound to now; None where no live replica serves one that fits.
+
+    The newest READY one that is served. Not one from before the group's admission: its tokens would be older than
+    what the group is due by allows.
+    """
+    if group.bound_version is not None:
+        bound = state.versions[group.bound_version]
+        fits = bound.state is VersionState.READY and state.is_served(bound.version)
+        return bound.version if fits else None
+    found = [
+        version
+        for version in map(state.versions.__getitem__, state.unreleased)
+        if version.state is VersionState.READY
+        and version.step >= group.admitted_step
+        and state.is_served(version.version)
+    ]
+    newest = max(found, key=lambda version: version.step, default=None)
+    return None if newest is None else newest.version
+
+
+def was_proven(state: State, version: int) -> bool:
+    """Whether some replica has proven to hold ``version``, and no replay has given it up."""
+    known = state.versions.get(version)
+    return known is not None and bool(known.proofs) and not known.is_orphaned
 
 
 def releasable(state: State, reading: frozenset[int] = frozenset()) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from steelyard.coordinator import effects as fx
 from steelyard.coordinator import events as e
 from steelyard.coordinator.entities import FailedAttempt, State
-from steelyard.coordinator.moves import end_attempt, find_attempt, find_ready, find_rollout, move_rollout, require
+from steelyard.coordinator.moves import end_attempt, find_attempt, find_rollout, find_served, move_rollout, require
 from steelyard.coordinator.transitions import HELD, ROLLOUT_TABLE, RolloutState, next_state
 from steelyard.digests import digest_bytes
 from steelyard.types import Outcome
@@ -17,7 +17,7 @@ def leased(state: State, event: e.Leased) -> tuple[fx.Effect, ...]:
     require(event.attempt_number == number, event, f"attempt_number must be {number}, got {event.attempt_number}")
     bound = rollout.group.bound_version
     require(bound in (None, event.policy_version), event, f"policy_version must be {bound}, got {event.policy_version}")
-    version = find_ready(state, event, event.policy_version)
+    version = find_served(state, event, event.policy_version)
     move_rollout(state, rollout, event)
     version.num_live += 1
     rollout.attempt_id, rollout.attempt_number = event.attempt_id, number

@@ -4,9 +4,16 @@ from collections.abc import Mapping
 
 from steelyard.coordinator import effects as fx
 from steelyard.coordinator import events as e
-from steelyard.coordinator.entities import KEPT_CHECKPOINTS, Rollout, State, Step, Version
+from steelyard.coordinator.entities import KEPT_CHECKPOINTS, Replica, Rollout, State, Step, Version
 from steelyard.coordinator.moves import accepted_tokens, find_group, find_version, forget_group, move_rollout, require
-from steelyard.coordinator.transitions import GROUP_TABLE, VERSION_TABLE, GroupState, VersionState, next_state
+from steelyard.coordinator.transitions import (
+    GROUP_TABLE,
+    REPLICA_TABLE,
+    VERSION_TABLE,
+    GroupState,
+    VersionState,
+    next_state,
+)
 from steelyard.errors import IllegalTransition
 
 
@@ -140,7 +147,14 @@ def version_loaded(state: State, event: e.VersionLoaded) -> tuple[fx.Effect, ...
     require(same, event, f"weights_digest must be {version.weights_digest}, replica holds {proof.weights_digest}")
     close = proof.probe_max_error <= proof.probe_tolerance
     require(close, event, f"probe_max_error must be at most {proof.probe_tolerance}, got {proof.probe_max_error}")
+    replica = state.replicas.get(proof.replica_id) or Replica(replica_id=proof.replica_id)
+    target = next_state(REPLICA_TABLE, replica.state, event, f"replica {proof.replica_id}")
+    wanted = replica.goal in (None, proof.version)
+    require(wanted, event, f"replica {proof.replica_id} must load version {replica.goal}, proved {proof.version}")
     _move_version(state, event, proof.version)
+    replica.state, replica.since_s, replica.goal = target, event.at_s, None
+    replica.held.add(proof.version)
+    state.replicas[proof.replica_id] = replica
     version.proofs.append(proof)
     state.unreleased.add(version.version)
     return (fx.VersionChanged(version.version),)
@@ -162,6 +176,8 @@ def version_deleted(state: State, event: e.VersionDeleted) -> tuple[fx.Effect, .
     version = find_version(state, event, event.version)
     require(not version.labels, event, f"version {event.version} is pinned by {sorted(version.labels)}")
     _move_version(state, event, event.version)
+    for replica in state.replicas.values():
+        replica.held.discard(event.version)
     return (fx.VersionChanged(event.version),)
 
 

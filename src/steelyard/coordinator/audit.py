@@ -29,7 +29,7 @@ INVARIANTS = {
     "traces_stored": "The trace of each attempt that reported one is stored with the digest and counts of its sealing.",
     "traces_unspliced": "A trace holds turns of one attempt, in order, each extending its segment, no request twice.",
     "logprobs_recorded": "Each sampled token has a recorded finite log-probability of at most 0.",
-    "versions_proven": "Each sampled token came from its lease's version, READY, by a load with a proof.",
+    "versions_proven": "Each sampled token came from its lease's version, or a later one where it may, READY, proven.",
     "artifacts_scored": "Each score is about the artifact that its attempt handed in, and that is the one stored.",
     "scores_finite": "Each score is a finite value of a named verifier.",
     "batches_stored": "Each step's batch is stored with the digest and samples that were journalled before the step.",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from steelyard.coordinator.audit_evidence import AuditStores, Facts, Findings, StepFacts
+from steelyard.coordinator.audit_evidence import AttemptFacts, AuditStores, Facts, Findings, StepFacts
 from steelyard.errors import IntegrityError
 from steelyard.types import MicroBatch, Purpose, Score, StepBatch, Trace, TrainingSample
 
@@ -44,9 +44,18 @@ def _check_groups(step: int, step_facts: StepFacts, facts: Facts, trained: dict[
         message = f"group {group_id} needs {rules.min_scored} accepted members, has {len(accepted)}"
         findings.check("groups_whole", len(accepted) >= rules.min_scored, message)
         for attempt in accepted:
-            _check_lag(step, rules.max_policy_lag, attempt.attempt_id, attempt.policy_version, facts, findings)
+            for version in _versions_of(attempt):
+                _check_lag(step, rules.max_policy_lag, attempt.attempt_id, version, facts, findings)
     twice = len(set(begun.sample_ids)) != len(begun.sample_ids)
     findings.check("trained_once", not twice, f"step {step} holds a sample twice")
+
+
+def _versions_of(attempt: AttemptFacts) -> tuple[int, ...]:
+    """The oldest and the newest version of its tokens; the one that it was bound to where it has none."""
+    trace = attempt.report.trace if attempt.report is not None else None
+    if trace is None or not trace.num_tokens:
+        return (attempt.policy_version,)
+    return tuple(sorted({trace.oldest_version, trace.newest_version}))
 
 
 def _check_lag(step: int, bound: int, attempt_id: str, version: int, facts: Facts, findings: Findings) -> None:

@@ -116,13 +116,15 @@ class AuditStores:
 class AttemptFacts:
     """What the journal says of one attempt. ``lost_tokens`` is None unless it ended without a sealed trace.
 
-    ``is_unreadable``: the journal itself says that trace or artifact were lost after the sealing.
+    ``is_unreadable``: the journal itself says that trace or artifact were lost after the sealing. ``follows_updates``:
+    by the rules of its time weights could change under it, if it was for training.
     """
 
     attempt_id: str
     rollout_id: str
     group_id: str
     policy_version: int
+    follows_updates: bool = False
     report: ArtifactReport | None = None
     score: Score | None = None
     scored_digest: str | None = None
@@ -232,6 +234,7 @@ def _note_attempts(facts: Facts, event: e.AnyEvent) -> None:
             rollout_id=event.rollout_id,
             group_id=facts.rollout_group.get(event.rollout_id, ""),
             policy_version=event.policy_version,
+            follows_updates=facts.rules is not None and facts.rules.follows_updates,
         )
         return
     attempt = facts.attempts.get(_attempt_of(facts, event) or "")

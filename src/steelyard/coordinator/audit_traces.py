@@ -3,7 +3,7 @@
 import math
 
 from steelyard.coordinator.audit_evidence import AttemptFacts, AuditStores, Facts, Findings
-from steelyard.types import Outcome, Trace, Turn
+from steelyard.types import Outcome, Purpose, Trace, Turn, VersionSpan
 
 _MAX_LOGPROB = 1e-5
 """A log-probability above this is no rounding of 0."""
@@ -95,14 +95,24 @@ def _check_turn(attempt: AttemptFacts, turn: Turn, facts: Facts, findings: Findi
     covered = bool(starts) and starts[0] == 0 and starts == sorted(set(starts)) and starts[-1] < len(turn.token_ids)
     findings.check("versions_proven", covered, f"{where}: version spans start at {starts}")
     for span in turn.version_spans:
-        _check_span(attempt, turn, span.version, where, facts, findings)
+        _check_span(attempt, turn, span, where, facts, findings)
 
 
-def _check_span(attempt: AttemptFacts, turn: Turn, version: int, where: str, facts: Facts, findings: Findings) -> None:
-    message = f"{where} was sampled from version {version}, its lease was bound to {attempt.policy_version}"
-    findings.check("versions_proven", version == attempt.policy_version, message)
+def _check_span(
+    attempt: AttemptFacts, turn: Turn, span: VersionSpan, where: str, facts: Facts, findings: Findings
+) -> None:
+    """A turn names the load of its last span; of those before the replica must have given some proof."""
+    version, bound = span.version, attempt.policy_version
+    follows = attempt.follows_updates and facts.purpose(attempt.attempt_id) is Purpose.TRAIN
+    message = f"{where} was sampled from version {version}, its lease was bound to {bound}"
+    findings.check("versions_proven", version == bound or (follows and version > bound), message)
+    if span.kv_version is not None:
+        message = f"{where} saw KV of version {span.kv_version}, which must lie between {bound} and {version}"
+        findings.check("versions_proven", follows and bound <= span.kv_version <= version, message)
     known = version in facts.published and version in facts.ready
     findings.check("versions_proven", known, f"{where} was sampled from version {version}, which was never READY")
-    loads = {(proof.replica_id, proof.load_id) for proof in facts.proofs.get(version, [])}
+    proofs = [proof for proof in facts.proofs.get(version, []) if proof.replica_id == turn.replica_id]
+    is_last = span is turn.version_spans[-1]
     message = f"{where}: replica {turn.replica_id} gave no proof of version {version} for load {turn.load_id}"
-    findings.check("versions_proven", (turn.replica_id, turn.load_id) in loads, message)
+    holds = any(proof.load_id == turn.load_id or not is_last for proof in proofs)
+    findings.check("versions_proven", holds, message)

@@ -53,4 +53,13 @@ class VersionChanged:
     version: int
 
 
-Effect: TypeAlias = WorkWaits | AttemptBegan | AttemptEnded | ScoreWaits | GroupChanged | VersionChanged
+@dataclass(frozen=True, slots=True)
+class ReplicaChanged:
+    """A replica came, went, or holds something else."""
+
+    replica_id: str
+
+
+Effect: TypeAlias = (
+    WorkWaits | AttemptBegan | AttemptEnded | ScoreWaits | GroupChanged | VersionChanged | ReplicaChanged
+)

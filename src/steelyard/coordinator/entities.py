@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from steelyard.coordinator.events import DropReason, RestartReason, Rules
-from steelyard.coordinator.transitions import HELD, GroupState, RolloutState, VersionState
+from steelyard.coordinator.transitions import HELD, GroupState, ReplicaState, RolloutState, VersionState
 from steelyard.types import ArtifactReport, LoadProof, Outcome, Purpose, Record, Sampling, Score
 
 
@@ -102,6 +102,24 @@ class Version:
     is_orphaned: bool = False
     labels: set[str] = field(default_factory=set)
     proofs: list[LoadProof] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One replica: the versions that it has proven to hold, and the one that it drains or loads for."""
+
+    replica_id: str
+    state: ReplicaState = ReplicaState.SERVING
+    since_s: float = 0.0
+    held: set[int] = field(default_factory=set)
+    goal: int | None = None
+    num_refused: int = 0
+    num_down: int = 0
+
+    @property
+    def takes_attempts(self) -> bool:
+        """Whether new attempts may be bound to what it holds."""
+        return self.state in (ReplicaState.SERVING, ReplicaState.LOADING)
 
 
 @dataclass(slots=True, eq=False)
@@ -209,6 +227,7 @@ class State:
         self.versions: dict[int, Version] = {}
         self.lineage: dict[int, int] = {}
         self.unreleased: set[int] = set()
+        self.replicas: dict[str, Replica] = {}
         self.steps: dict[int, Step] = {}
         self.next_step = 0
         self.checkpoints: list[int] = []
@@ -225,6 +244,10 @@ class State:
         """The READY version of the highest step; None before the first."""
         ready = [self.versions[v] for v in self.unreleased if self.versions[v].state is VersionState.READY]
         return max(ready, key=lambda version: version.step, default=None)
+
+    def is_served(self, version: int) -> bool:
+        """Whether a live replica has proven to hold ``version`` and takes new attempts."""
+        return any(version in replica.held and replica.takes_attempts for replica in self.replicas.values())
 
     @property
     def horizon_step(self) -> int:

@@ -4,6 +4,7 @@
 
     RUN_STARTED
     VERSION_PUBLISHED -> VERSION_LOADED -> VERSION_READY -> VERSION_RELEASED -> VERSION_DELETED | VERSION_ORPHANED
+    REPLICA_STARTED -> [REPLICA_DRAINING ->] REPLICA_LOADING -> VERSION_LOADED | REPLICA_REFUSED, REPLICA_DOWN
     GROUP_ADMITTED -> [LEASED -> RUNNING -> ARTIFACT_READY -> SCORED -> ACCEPTED | REJECTED] per rollout
                    -> GROUP_COMPLETED -> STEP_BEGUN -> CHECKPOINTED
     RUN_FINISHED | RUN_RESUMED
@@ -74,12 +75,14 @@ class Rules(Record, frozen=True, kw_only=True):
     """What the journal was written under; ``audit`` holds the run to it.
 
     ``max_policy_lag`` in optimizer steps; the others count groups, rollouts and accepted rollouts.
+    ``follows_updates``: weights may change between two tokens of a training attempt (``weights.mode: segmented``).
     """
 
     max_policy_lag: int
     groups_per_batch: int
     group_size: int
     min_scored: int
+    follows_updates: bool = False
 
 
 class Budgets(Record, frozen=True, kw_only=True):
@@ -339,6 +342,49 @@ class VersionLoaded(Event, frozen=True, kw_only=True):
     proof: LoadProof
 
 
+class ReplicaStarted(Event, frozen=True, kw_only=True):
+    """The process of a replica is up. It holds no version."""
+
+    replica_id: str
+
+
+class ReplicaDraining(Event, frozen=True, kw_only=True):
+    """No new attempts are sent to the replica, so that it can go over to ``version`` or stand by."""
+
+    replica_id: str
+    version: int
+
+
+class ReplicaLoading(Event, frozen=True, kw_only=True):
+    """The replica began to load ``version``. ``in_place``: under running requests, in the place of its newest."""
+
+    replica_id: str
+    version: int
+    in_place: bool = False
+
+
+class ReplicaUnloaded(Event, frozen=True, kw_only=True):
+    """The replica no longer holds ``version``."""
+
+    replica_id: str
+    version: int
+
+
+class ReplicaRefused(Event, frozen=True, kw_only=True):
+    """What the replica loaded is not what was published as ``version``; it is ended, and serves nothing."""
+
+    replica_id: str
+    version: int
+    detail: str
+
+
+class ReplicaDown(Event, frozen=True, kw_only=True):
+    """The replica died, was ended, or answers no more: it holds nothing."""
+
+    replica_id: str
+    detail: str
+
+
 class VersionReady(Event, frozen=True, kw_only=True):
     """Attempts may be bound to the version."""
 
@@ -411,6 +457,12 @@ AnyEvent: TypeAlias = (
     | VersionOrphaned
     | VersionPinned
     | VersionUnpinned
+    | ReplicaStarted
+    | ReplicaDraining
+    | ReplicaLoading
+    | ReplicaUnloaded
+    | ReplicaRefused
+    | ReplicaDown
 )
 
 

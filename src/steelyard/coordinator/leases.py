@@ -16,9 +16,9 @@ from steelyard.coordinator.deliveries import Deliveries
 from steelyard.coordinator.entities import FailedAttempt, Group, Rollout
 from steelyard.coordinator.groups import Groups
 from steelyard.coordinator.retry_rules import REPORTED, RETRY_RULES, Ending, RetryRule
-from steelyard.coordinator.transitions import HELD, RolloutState, VersionState
+from steelyard.coordinator.transitions import HELD, RolloutState
 from steelyard.digests import digest_bytes
-from steelyard.types import ArtifactReport, AttemptFailure, Lease, Outcome, Sampling
+from steelyard.types import ArtifactReport, AttemptFailure, Lease, Outcome, Purpose, Sampling, SealedTrace
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class Leases:
         core.subscribe(fx.AttemptBegan, self._on_began)
         core.subscribe(fx.AttemptEnded, self._on_ended)
         core.subscribe(fx.VersionChanged, lambda _: core.work.notify())
+        core.subscribe(fx.ReplicaChanged, lambda _: core.work.notify())
 
     def grant(self, worker_id: str, max_leases: int, unstarted: frozenset[str] | None = None) -> tuple[Lease, ...]:
         """Lease up to ``max_leases`` rollouts to a worker, each bound to a READY version.
@@ -85,7 +86,7 @@ class Leases:
         now_s = self._core.now_s()
         if not self._may_be_leased(waiting, rollout, now_s):
             return True
-        version = self._version_for(rollout.group)
+        version = admission.bindable(self._core.state, rollout.group)
         if version is None:
             return False
         granted.append(self._grant_one(worker_id, rollout, version, now_s))
@@ -134,16 +135,30 @@ class Leases:
             raise core.refuse("double", f"attempt {report.attempt_id} is {rollout.state} already")
         if report.trace.attempt_id != report.attempt_id:
             raise core.refuse("foreign", f"{report.attempt_id} reports the trace of {report.trace.attempt_id}")
-        trace = report.trace
-        wrong = {trace.oldest_version, trace.newest_version} - {rollout.policy_version}
-        if core.settings.is_pinned and trace.num_tokens and wrong:
-            detail = (
-                f"attempt {report.attempt_id} is bound to version {rollout.policy_version}, sampled {sorted(wrong)}"
-            )
-            self.fail(rollout, Ending.INFRA_FAILED, "wrong_version", detail, lost_tokens=trace.num_tokens)
-            raise core.refuse("foreign", detail)
+        self._require_versions(rollout, report.trace)
         self._ensure_running(rollout)
         core.record(e.ArtifactReady(at_s=core.now_s(), report=report))
+
+    def _require_versions(self, rollout: Rollout, trace: SealedTrace) -> None:
+        """Fail an attempt that sampled from a version that it may not have.
+
+        Pinned: the one that its lease names. Where weights may change under it, that one or later ones, each proven:
+        a replica goes over a moment before its proof is in the journal, and may never come to give it.
+        """
+        if not trace.num_tokens:
+            return
+        core, bound = self._core, rollout.policy_version or 0
+        sampled = {trace.oldest_version, trace.newest_version}
+        ending, reason, wrong = Ending.INFRA_FAILED, "wrong_version", sampled - {bound}
+        if core.settings.rules.follows_updates and rollout.group.purpose is Purpose.TRAIN:
+            wrong = {version for version in sampled if version < bound}
+            if not wrong:
+                ending, reason = Ending.ABANDONED, "unproven_version"
+                wrong = {version for version in sampled if not admission.was_proven(core.state, version)}
+        if wrong:
+            detail = f"attempt {trace.attempt_id} is bound to version {bound}, sampled {sorted(wrong)}: {reason}"
+            self.fail(rollout, ending, reason, detail, lost_tokens=trace.num_tokens)
+            raise core.refuse("foreign", detail)
 
     def report_failure(self, failure: AttemptFailure, worker_id: str | None = None) -> None:
         """The system could not carry the attempt through; ``worker_id`` says so, where that is known.
@@ -294,14 +309,6 @@ class Leases:
         else:
             return True
         return False
-
-    def _version_for(self, group: Group) -> int | None:
-        state = self._core.state
-        if group.bound_version is not None:
-            bound = state.versions[group.bound_version]
-            return bound.version if bound.state is VersionState.READY else None
-        newest = state.newest_ready
-        return newest.version if newest else None
 
     def _held(self, attempt_id: str, attempt_number: int, worker_id: str | None) -> Rollout:
         rollout = self._core.attempt(attempt_id, attempt_number)

@@ -60,6 +60,13 @@ def find_ready(state: State, event: e.Event, version: int) -> Version:
     return found
 
 
+def find_served(state: State, event: e.Event, version: int) -> Version:
+    """The version, which must be READY and held by a live replica; IllegalTransition otherwise."""
+    found = find_ready(state, event, version)
+    require(state.is_served(version), event, f"a live replica that takes attempts must hold version {version}")
+    return found
+
+
 def move_rollout(state: State, rollout: Rollout, event: e.Event) -> RolloutState:
     """Move one rollout and keep the counts that depend on its state; returns the state that it left."""
     target = next_state(ROLLOUT_TABLE, rollout.state, event, f"rollout {rollout.rollout_id}")

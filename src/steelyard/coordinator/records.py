@@ -14,7 +14,6 @@ class CoordinatorSettings(Record, frozen=True, kw_only=True):
     latter two None without a limit. ``retry_backoff_s`` doubles with each failure of a rollout, up to
     ``max_backoff_s``; ``backoff_jitter_frac`` of the wait is left to chance. One level of priority is worth
     ``priority_ageing_s`` seconds of waiting. ``tick_s`` is the longest time between two looks at the clock.
-    ``is_pinned``: a trace must come from the one version that its lease names.
     """
 
     rules: Rules
@@ -41,7 +40,6 @@ class CoordinatorSettings(Record, frozen=True, kw_only=True):
     group_commit_s: float = 0.002
     snapshot_every_events: int = 50_000
     tick_s: float = 1.0
-    is_pinned: bool = True
 
     @property
     def budgets(self) -> Budgets:
@@ -56,6 +54,7 @@ class CoordinatorSettings(Record, frozen=True, kw_only=True):
             groups_per_batch=config.groups_per_batch,
             group_size=config.rollout.group_size,
             min_scored=config.algorithm.min_scored,
+            follows_updates=config.weights.mode == "segmented",
         )
         sampling = Sampling(
             temperature=config.rollout.temperature,

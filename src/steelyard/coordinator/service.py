@@ -5,7 +5,7 @@
     harness   lease -> start -> heartbeat ... -> artifact_ready | attempt_failed
     scorer    lease_scores -> score
     trainer   next_batch -> begin_step -> published -> checkpointed
-    replicas  loaded -> ready
+    replicas  loaded -> ready, and what ``replicas`` says
 
 Every answer waits for the commit of what it read or wrote. A late, double or unknown message is refused and counted.
 All waits have deadlines; ``fail`` ends every one of them with its error. A ``worker_id`` with a report is who makes it,
@@ -32,6 +32,7 @@ from steelyard.coordinator.journal.base import Journal
 from steelyard.coordinator.leases import Leases
 from steelyard.coordinator.records import BatchPlan, CoordinatorSettings, EvaluationResult, PendingStep, VersionInfo
 from steelyard.coordinator.recovery import recover
+from steelyard.coordinator.replicas import Replicas
 from steelyard.coordinator.scores import Scoring
 from steelyard.coordinator.state import outbox
 from steelyard.coordinator.ticking import Ticker
@@ -65,6 +66,7 @@ class Coordinator:
         self._leases = self.leases_type(core, self._groups)
         self._scoring = self.scoring_type(core, self._groups, self._leases)
         self._versions = Versions(core, self._groups, self._leases)
+        self.replicas = Replicas(core, self._versions.load, self._answer)
         self._batches = Batches(core, self._groups, self._scoring)
         self._evaluations = Evaluations(core, self._scoring)
         self._snapshots = core.snapshots(journal, num_covered)

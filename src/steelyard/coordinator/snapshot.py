@@ -18,6 +18,7 @@ from steelyard.coordinator.entities import (
     FailedAttempt,
     Group,
     PromptCounts,
+    Replica,
     Rollout,
     Run,
     State,
@@ -34,7 +35,7 @@ from steelyard.digests import digest_bytes
 from steelyard.errors import IntegrityError
 from steelyard.types import Record
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Grows with every change of the form, and of what an event does to the state: an older snapshot is then ignored."""
 
 PLAIN_FIELDS: dict[str, Any] = {
@@ -46,6 +47,7 @@ PLAIN_FIELDS: dict[str, Any] = {
     "versions": dict[int, Version],
     "lineage": dict[int, int],
     "unreleased": set[int],
+    "replicas": dict[str, Replica],
     "steps": dict[int, Step],
     "next_step": int,
     "checkpoints": list[int],

@@ -8,7 +8,7 @@ the state as it was.
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from steelyard.coordinator import apply_groups, apply_rollouts, apply_versions
+from steelyard.coordinator import apply_groups, apply_replicas, apply_rollouts, apply_versions
 from steelyard.coordinator import effects as fx
 from steelyard.coordinator import events as e
 from steelyard.coordinator.entities import State
@@ -69,6 +69,12 @@ _HANDLERS: Mapping[type[e.Event], Callable[[State, Any], tuple[fx.Effect, ...]]]
     e.VersionOrphaned: apply_versions.version_orphaned,
     e.VersionPinned: apply_versions.version_pinned,
     e.VersionUnpinned: apply_versions.version_unpinned,
+    e.ReplicaStarted: apply_replicas.replica_started,
+    e.ReplicaDraining: apply_replicas.replica_draining,
+    e.ReplicaLoading: apply_replicas.replica_loading,
+    e.ReplicaUnloaded: apply_replicas.replica_unloaded,
+    e.ReplicaRefused: apply_replicas.replica_refused,
+    e.ReplicaDown: apply_replicas.replica_down,
 }
 
 

@@ -81,4 +81,10 @@ _TOUCHED: Mapping[type[e.Event], _Find] = {
     e.VersionOrphaned: _none,
     e.VersionPinned: _none,
     e.VersionUnpinned: _none,
+    e.ReplicaStarted: _none,
+    e.ReplicaDraining: _none,
+    e.ReplicaLoading: _none,
+    e.ReplicaUnloaded: _none,
+    e.ReplicaRefused: _none,
+    e.ReplicaDown: _none,
 }

@@ -8,6 +8,7 @@
                  +----------+-------------+-> INFRA_FAILED -> PENDING (new attempt) | CANCELLED
     group: OPEN -> COMPLETE -> CONSUMED | DROPPED;  OPEN -> EVALUATED
            given up, to be sampled again: OPEN | COMPLETE -> (PARKED ->) OPEN
+    replica: DOWN -> SERVING -> (DRAINING ->) LOADING -> SERVING; refused or dead: DOWN
 """
 
 import enum
@@ -55,7 +56,16 @@ class VersionState(enum.StrEnum):
     DELETED = "DELETED"
 
 
-R, G, V = RolloutState, GroupState, VersionState
+class ReplicaState(enum.StrEnum):
+    """Where a replica stands. While LOADING it takes attempts for what it still holds."""
+
+    DOWN = "DOWN"
+    SERVING = "SERVING"
+    DRAINING = "DRAINING"
+    LOADING = "LOADING"
+
+
+R, G, V, P = RolloutState, GroupState, VersionState, ReplicaState
 
 ROLLOUT_TABLE: Mapping[tuple[RolloutState, type[e.Event]], RolloutState] = {
     (R.PENDING, e.Leased): R.LEASED,
@@ -111,6 +121,22 @@ VERSION_TABLE: Mapping[tuple[VersionState, type[e.Event]], VersionState] = {
     (V.READY, e.VersionOrphaned): V.ORPHANED,
     (V.RELEASED, e.VersionOrphaned): V.ORPHANED,
     (V.DELETED, e.VersionOrphaned): V.DELETED,
+}
+
+REPLICA_TABLE: Mapping[tuple[ReplicaState, type[e.Event]], ReplicaState] = {
+    (P.DOWN, e.ReplicaStarted): P.SERVING,
+    (P.SERVING, e.ReplicaDraining): P.DRAINING,
+    (P.SERVING, e.ReplicaLoading): P.LOADING,
+    (P.DRAINING, e.ReplicaLoading): P.LOADING,
+    (P.SERVING, e.VersionLoaded): P.SERVING,
+    (P.LOADING, e.VersionLoaded): P.SERVING,
+    (P.SERVING, e.ReplicaUnloaded): P.SERVING,
+    (P.DRAINING, e.ReplicaUnloaded): P.DRAINING,
+    (P.LOADING, e.ReplicaUnloaded): P.LOADING,
+    (P.LOADING, e.ReplicaRefused): P.DOWN,
+    (P.SERVING, e.ReplicaDown): P.DOWN,
+    (P.DRAINING, e.ReplicaDown): P.DOWN,
+    (P.LOADING, e.ReplicaDown): P.DOWN,
 }
 
 TERMINAL = frozenset({R.ACCEPTED, R.REJECTED, R.CANCELLED, R.CONSUMED})

@@ -66,7 +66,9 @@ class Versions:
             IllegalTransition: the proof does not show the published weights, or the version is gone.
         """
         known = self._core.state.versions.get(proof.version)
-        if known is not None and known.state in _HELD and proof in known.proofs:
+        replica = self._core.state.replicas.get(proof.replica_id)
+        is_held = replica is not None and proof.version in replica.held
+        if known is not None and known.state in _HELD and proof in known.proofs and is_held:
             return
         self._core.record(e.VersionLoaded(at_s=self._core.now_s(), proof=proof))
 
@@ -253,8 +255,11 @@ class Versions:
         for group in list(self._core.state.live_groups.values()):
             if group.bound_version in doomed:
                 self._groups.drop(group, e.DropReason.CANCELLED)
+        follows = self._core.settings.rules.follows_updates
         for rollout in list(self._core.state.held()):
-            if rollout.policy_version in doomed:
+            # Which later versions sampled for an attempt that follows updates is not known before its end.
+            may_hold = follows and rollout.group.purpose is Purpose.TRAIN
+            if may_hold or rollout.policy_version in doomed:
                 self._leases.fail(rollout, Ending.ABANDONED, "orphaned")
 
     def _on_group(self, _: fx.GroupChanged) -> None:

@@ -286,6 +286,11 @@ def _span_fault(request: GenerateRequest, result: GenerateResult) -> str | None:
     if not starts or starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= len(result.token_ids):
         return f"version_spans must start at 0 and grow within {len(result.token_ids)} tokens, but start at {starts}"
     versions = {span.version for span in result.version_spans}
-    if versions != {request.policy_version}:
+    if request.follows_updates:
+        if min(versions) < request.policy_version:
+            return (
+                f"no token may come from before version {request.policy_version}, but they come from {sorted(versions)}"
+            )
+    elif versions != {request.policy_version}:
         return f"all tokens must come from version {request.policy_version}, but come from {sorted(versions)}"
     return None

@@ -313,6 +313,7 @@ class Gateway:
                 math.inf if planned.deadline_at_s is None else planned.deadline_at_s,
             ),
             stream=is_streaming,
+            follows_updates=binding.follows_updates,
         )
 
     def _stream(self, planned: _Planned, on_text: OnText | None) -> ReplyStream | None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from steelyard.clock import Clock
 from steelyard.inference import engine as api
-from steelyard.inference.engine import EngineHealth, Nothing, OnTokens
+from steelyard.inference.engine import EngineHealth, KvRule, Nothing, OnTokens
 from steelyard.processes.channel import Client
 from steelyard.types import EngineStats, GenerateRequest, GenerateResult, LoadProof
 
@@ -42,6 +42,11 @@ class EngineClient:
         """See :meth:`steelyard.inference.engine.Engine.load`."""
         request = api.LoadRequest(version_dir=version_dir, version=version)
         return await self._client.call(api.LOAD, request, deadline_s=self._deadlines.load_s)
+
+    async def update(self, version_dir: str, version: int, kv: KvRule) -> LoadProof:
+        """See :meth:`steelyard.inference.engine.Engine.update`."""
+        request = api.UpdateRequest(version_dir=version_dir, version=version, kv=kv)
+        return await self._client.call(api.UPDATE, request, deadline_s=self._deadlines.load_s)
 
     async def unload(self, version: int) -> None:
         """See :meth:`steelyard.inference.engine.Engine.unload`."""

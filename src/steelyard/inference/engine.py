@@ -7,6 +7,7 @@
 """
 
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Any, Protocol
 
 from steelyard.processes.channel import Endpoint, StreamingEndpoint
@@ -15,11 +16,30 @@ from steelyard.types import EngineStats, GenerateRequest, GenerateResult, LoadPr
 OnTokens = Callable[[TokenChunk], None]
 
 
+class KvRule(StrEnum):
+    """What becomes of the KV of running sequences when weights change under them.
+
+    ``recompute``: it is computed again, so that every later token is exactly the new version's. ``keep``: it stays, and
+    the spans say of which version its oldest part is.
+    """
+
+    RECOMPUTE = "recompute"
+    KEEP = "keep"
+
+
 class LoadRequest(Record, frozen=True, kw_only=True):
     """Load the version that lies in ``version_dir``; it must be ``version``."""
 
     version_dir: str
     version: int
+
+
+class UpdateRequest(Record, frozen=True, kw_only=True):
+    """Go over to the version that lies in ``version_dir``, in place; it must be ``version``."""
+
+    version_dir: str
+    version: int
+    kv: KvRule
 
 
 class VersionRef(Record, frozen=True, kw_only=True):
@@ -45,17 +65,19 @@ class Nothing(Record, frozen=True, kw_only=True):
 
 
 class EngineHealth(Record, frozen=True, kw_only=True):
-    """Whether an engine can work. ``detail`` says why not."""
+    """Whether an engine can work. ``detail`` says why not. It can hold ``max_versions`` at a time."""
 
     replica_id: str
     is_healthy: bool
     is_paused: bool
     versions: tuple[int, ...]
+    max_versions: int = 1
     detail: str = ""
 
 
 GENERATE = StreamingEndpoint("engine.generate", GenerateRequest, GenerateResult, TokenChunk)
 LOAD = Endpoint("engine.load", LoadRequest, LoadProof)
+UPDATE = Endpoint("engine.update", UpdateRequest, LoadProof)
 UNLOAD = Endpoint("engine.unload", VersionRef, Nothing)
 PAUSE = Endpoint("engine.pause", Nothing, Nothing)
 RESUME = Endpoint("engine.resume", Nothing, Nothing)
@@ -85,6 +107,19 @@ class Engine(Protocol):
         Raises:
             IntegrityError: what was loaded is not what was published.
             EngineError: no room for another version.
+        """
+        ...
+
+    async def update(self, version_dir: str, version: int, kv: KvRule) -> LoadProof:
+        """Go over from the newest held version to another one, and prove it.
+
+        Requests that follow updates go on under it from their next token; their result says so in its spans. The
+        version before is no longer held. Generation stands still for no longer than the change itself.
+
+        Raises:
+            IntegrityError: what was loaded is not what was published. The engine still serves what it served before,
+                or, where that is overwritten, is unhealthy.
+            EngineError: no version is held, or a request that does not follow updates still uses it.
         """
         ...
 

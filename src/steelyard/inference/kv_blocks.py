@@ -186,6 +186,14 @@ class BlockTable:
         holder = self._holder(sequence_id)
         holder.num_ready = min(num_tokens, len(holder.tokens))
 
+    def set_apart(self, sequence_id: str, version: int) -> None:
+        """A running sequence goes on under ``version`` over KV of another: nobody may share it, now or later."""
+        holder = self._holder(sequence_id)
+        self._unindex(holder)
+        holder.chain = ()
+        holder.is_kept = False
+        holder.version = version
+
     # --- ending -----------------------------------------------------------------------------------
 
     def retain(self, sequence_id: str, tokens: tuple[int, ...]) -> None:

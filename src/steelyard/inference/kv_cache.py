@@ -138,7 +138,7 @@ class KVCache:
 
     def __init__(self, blocks: BlockTable, shape: KVShape) -> None:
         self._blocks = blocks
-        self._shape = shape
+        self.shape = shape
         dims = (blocks.num_rows, shape.num_kv_heads, blocks.row_tokens, shape.head_dim)
         self.keys = [_lazy_zeros(dims, shape.dtype, shape.device) for _ in range(shape.num_layers)]
         self.values = [_lazy_zeros(dims, shape.dtype, shape.device) for _ in range(shape.num_layers)]
@@ -222,11 +222,11 @@ class KVCache:
         if int(lengths.min()) == longest:
             return None
         mask = np.where(np.arange(longest) < lengths[:, None], np.float32(0.0), np.float32(-np.inf))
-        return self._to_device(mask).to(self._shape.dtype)[:, None, None]
+        return self._to_device(mask).to(self.shape.dtype)[:, None, None]
 
     def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(array)
-        return tensor if self._shape.device.type == "cpu" else tensor.to(self._shape.device)
+        return tensor if self.shape.device.type == "cpu" else tensor.to(self.shape.device)
 
     def _pieces(self, strip: _Strip) -> Iterator[_Piece]:
         for first in range(strip.first, strip.last, _PIECE_TOKENS):

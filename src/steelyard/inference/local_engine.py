@@ -1,21 +1,21 @@
-"""The local engine: scheduler, key-value cache and model runner joined, behind an asynchronous front.
+"""The local engine: a core (:mod:`steelyard.inference.engine_core`) in its own thread, behind an asynchronous front.
 
 ::
 
-    event loop                          engine thread (all tensors)
-    generate ---- command ------------> scheduler.add
-                                        loop: commands -> plan -> forward passes -> commit
-    future   <--- call_soon_threadsafe- finished, new tokens
+    event loop                          engine thread                              a thread for each load
+    generate ---- command ------------> scheduler.add                              read, make ready, prove
+                                        loop: commands -> plan -> forward -> commit          |
+    future   <--- call_soon_threadsafe- finished, new tokens                                 |
+    load, update <------------------------------------------------------------------- proven version
+             ---- command ------------> hold, swap
 
-:class:`EngineCore` is the synchronous half: it does one step when told to, and tests drive it by hand.
-:class:`LocalEngine` runs a core in one thread. If the thread fails, every open request fails with it, at once.
+If the engine's thread fails, every open request fails with it, at once.
 """
 
 import asyncio
 import ctypes
 import gc
 import logging
-import math
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -26,12 +26,9 @@ from typing import Any, TypeVar
 import torch
 
 from steelyard.clock import Clock
-from steelyard.errors import DeadlineExceeded, EngineError, IntegrityError
-from steelyard.ids import IdSource
-from steelyard.inference.engine import EngineHealth, LoadedVersion, OnTokens, VersionLoader
-from steelyard.inference.kv_blocks import BlockTable
-from steelyard.inference.model_runner import ModelRunner
-from steelyard.inference.scheduler import Batch, Scheduler, result_of
+from steelyard.errors import DeadlineExceeded, EngineError
+from steelyard.inference.engine import EngineHealth, KvRule, OnTokens, VersionLoader
+from steelyard.inference.engine_core import EngineCore, ProvenVersion
 from steelyard.types import EngineStats, GenerateRequest, GenerateResult, LoadProof, TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -44,30 +41,6 @@ _IDLE_WAIT_S = 1.0
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MAX_HEAP_CHUNK_BYTES = 32 << 20
 _MAX_KEPT_BYTES = 128 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """Sizes of a local engine.
-
-    ``max_versions`` is ``max_policy_lag + 2``. ``row_tokens`` is the longest sequence. ``kv_tokens`` bounds what is
-    reserved; rows are strips of address space, of which only the written part takes memory. ``answer_deadline_s`` is
-    how long the front waits for its thread beyond a request's own deadline.
-    """
-
-    max_running: int = 64
-    row_tokens: int = 1024
-    kv_tokens: int = 131_072
-    prefill_chunk_tokens: int = 512
-    max_versions: int = 3
-    probe_tolerance: float = 1e-4
-    answer_deadline_s: float = 30.0
-    device: str = "cpu"
-
-    @property
-    def num_rows(self) -> int:
-        """Twice what runs at once, or as many as ``kv_tokens`` fills: room for sequences between two turns."""
-        return max(2 * self.max_running, self.kv_tokens // self.row_tokens)
 
 
 def prepare_process(num_threads: int) -> None:
@@ -86,165 +59,6 @@ def prepare_process(num_threads: int) -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MAX_HEAP_CHUNK_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _MAX_KEPT_BYTES)
-
-
-class EngineCore:
-    """One step at a time, in one thread. The thread that steps it is the only one that may call it."""
-
-    def __init__(
-        self, settings: EngineSettings, loader: VersionLoader, *, replica_id: str, clock: Clock, ids: IdSource
-    ) -> None:
-        self.settings = settings
-        self.replica_id = replica_id
-        self._loader = loader
-        self._clock = clock
-        self._ids = ids
-        self._blocks = BlockTable(
-            num_rows=settings.num_rows, row_tokens=settings.row_tokens, capacity_tokens=settings.kv_tokens
-        )
-        self.scheduler = Scheduler(
-            self._blocks, max_running=settings.max_running, prefill_chunk_tokens=settings.prefill_chunk_tokens
-        )
-        self._runner = ModelRunner(
-            self._blocks, max_versions=settings.max_versions, device=torch.device(settings.device)
-        )
-        self._proofs: dict[int, LoadProof] = {}
-        self._busy_s = 0.0
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """Versions that can serve, ascending."""
-        return self._runner.versions
-
-    def add(self, request: GenerateRequest) -> None:
-        """Queue a request.
-
-        Raises:
-            EngineError: its version is not held, or it can never be served.
-        """
-        if request.policy_version not in self._proofs:
-            raise EngineError(
-                f"request {request.request_id}: policy_version must be loaded in {self.replica_id}, "
-                f"got {request.policy_version}, held are {self.versions}"
-            )
-        self.scheduler.add(request, self._clock.now_s())
-
-    def abort(self, request_id: str) -> None:
-        """End a request as cancelled."""
-        self.scheduler.abort(request_id, self._clock.now_s())
-
-    def step(self) -> tuple[list[TokenChunk], list[GenerateResult]]:
-        """Compute one step for every version; returns new tokens of streaming requests, and ended requests."""
-        started_s = self._clock.now_s()
-        chunks: list[TokenChunk] = []
-        batches = self.scheduler.plan(started_s)
-        for batch in batches:
-            chunks.extend(self._run_batch(batch))
-        if batches:
-            self._busy_s += self._clock.now_s() - started_s
-        return chunks, self.take_results()
-
-    def take_results(self) -> list[GenerateResult]:
-        """Requests that have ended since the last call."""
-        return [
-            result_of(
-                finished,
-                replica_id=self.replica_id,
-                load_id=self._proofs[finished.state.info.version].load_id,
-            )
-            for finished in self.scheduler.take_finished()
-        ]
-
-    def install(self, loaded: LoadedVersion, version: int, started_s: float) -> LoadProof:
-        """Hold a loaded version after proving it; a version that is held already must be the same weights.
-
-        Raises:
-            IntegrityError: number, loaded digest or probe do not agree with the manifest; nothing is kept.
-            EngineError: no room.
-        """
-        manifest = loaded.manifest
-        if manifest.version != version:
-            raise IntegrityError(f"manifest.version must be {version}, got {manifest.version}")
-        held = self._proofs.get(version)
-        if held is not None:
-            if held.weights_digest != manifest.weights_digest:
-                raise IntegrityError(
-                    f"version {version} must keep weights_digest {held.weights_digest}, got {manifest.weights_digest}"
-                )
-            return held
-        self._runner.install(version, loaded.module)
-        try:
-            proof = self._prove(loaded, started_s)
-        except BaseException:
-            self._runner.remove(version)
-            raise
-        self._proofs[version] = proof
-        return proof
-
-    def unload(self, version: int) -> None:
-        """Forget a version and its KV.
-
-        Raises:
-            EngineError: it is not held, or requests use it.
-        """
-        num_using = self.scheduler.num_using(version)
-        if num_using:
-            raise EngineError(f"version {version} must have no open requests to be unloaded, got {num_using}")
-        self._runner.remove(version)
-        del self._proofs[version]
-        self._blocks.drop_version(version)
-
-    def stats(self) -> EngineStats:
-        """Load and counters at this instant."""
-        return EngineStats(
-            replica_id=self.replica_id,
-            num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting,
-            kv_tokens_in_use=self._blocks.tokens_in_use,
-            kv_tokens_capacity=self._blocks.capacity_tokens,
-            prefill_tokens=self.scheduler.prefill_tokens,
-            decode_tokens=self.scheduler.decode_tokens,
-            cached_tokens=self.scheduler.cached_tokens,
-            busy_s=self._busy_s,
-            versions=self.versions,
-        )
-
-    def _run_batch(self, batch: Batch) -> list[TokenChunk]:
-        try:
-            sampled = self._runner.run(batch)
-        except Exception as error:
-            # What is in the cache for these sequences is unknown now; they end, and the others go on.
-            logger.exception("a forward pass of version %d failed", batch.version)
-            detail = f"{self.replica_id}: the forward pass failed with {type(error).__name__}: {error}"
-            self.scheduler.fail([item.sequence_id for item in batch.items], self._clock.now_s(), detail)
-            return []
-        return self.scheduler.commit(batch, sampled, self._clock.now_s())
-
-    def _prove(self, loaded: LoadedVersion, started_s: float) -> LoadProof:
-        manifest, tolerance = loaded.manifest, self.settings.probe_tolerance
-        digest = self._loader.loaded_digest(loaded.module)
-        if digest != manifest.weights_digest:
-            raise IntegrityError(
-                f"version {manifest.version}: the digest of the loaded parameters must be {manifest.weights_digest}, "
-                f"got {digest}"
-            )
-        found = self._runner.probe_logprobs(manifest.version, manifest.probe.sequences)
-        error = probe_error(found, manifest.probe.logprobs)
-        # Not "error > tolerance": a probe that gives NaN must fail too.
-        if not error <= tolerance:
-            raise IntegrityError(
-                f"version {manifest.version}: probe log-probabilities must agree within {tolerance}, "
-                f"largest difference is {error}"
-            )
-        return LoadProof(
-            version=manifest.version,
-            replica_id=self.replica_id,
-            load_id=self._ids.new("load"),
-            weights_digest=digest,
-            probe_max_error=error,
-            probe_tolerance=tolerance,
-            loaded_in_s=self._clock.now_s() - started_s,
-        )
 
 
 class LocalEngine:
@@ -281,10 +95,19 @@ class LocalEngine:
             raise
 
     async def load(self, version_dir: str, version: int) -> LoadProof:
-        """See :meth:`steelyard.inference.engine.Engine.load`. Reading goes on beside generation."""
-        started_s = self._clock.now_s()
-        loaded = await asyncio.to_thread(self._read, version_dir)
-        return await self._in_thread(lambda: self._core.install(loaded, version, started_s), f"version {version}")
+        """See :meth:`steelyard.inference.engine.Engine.load`. Reading and proving go on beside generation."""
+        proven = await asyncio.to_thread(self._prove, version_dir, version)
+        return await self._in_thread(lambda: self._core.hold(proven), f"version {version}")
+
+    async def update(self, version_dir: str, version: int, kv: KvRule) -> LoadProof:
+        """See :meth:`steelyard.inference.engine.Engine.update`.
+
+        The new version is read and proven beside the old one, which serves meanwhile; for a moment both are in memory.
+        """
+        what = f"update to version {version}"
+        await self._in_thread(lambda: self._core.check_update(version), what)
+        proven = await asyncio.to_thread(self._prove, version_dir, version)
+        return await self._in_thread(lambda: self._core.swap(proven, kv), what)
 
     async def unload(self, version: int) -> None:
         """See :meth:`steelyard.inference.engine.Engine.unload`."""
@@ -319,6 +142,7 @@ class LocalEngine:
                 is_healthy=True,
                 is_paused=self._is_paused,
                 versions=self._core.versions,
+                max_versions=self._core.settings.max_versions,
             ),
             "health",
         )
@@ -333,16 +157,17 @@ class LocalEngine:
         self._wake.set()
         await asyncio.to_thread(self._thread.join, self._core.settings.answer_deadline_s)
 
-    def _read(self, version_dir: str) -> LoadedVersion:
-        """Read a version, in a thread of its own that uses no others.
+    def _prove(self, version_dir: str, version: int) -> ProvenVersion:
+        """Read a version and prove it, in a thread of its own that uses no others.
 
         The OpenMP library keeps a pool for each thread that computes with several. With the engine's thread a second
         one would make more threads than cores, and then GNU's library stops spinning in all of them: each of the
         hundreds of parallel loops in a forward pass would put its threads to sleep and wake them again, which was
         seen to make two threads slower than one.
         """
+        started_s = self._clock.now_s()
         torch.set_num_threads(1)
-        return self._loader.load(version_dir)
+        return self._core.prove(self._loader.load(version_dir), version, started_s)
 
     # --- event loop side --------------------------------------------------------------------------
 
@@ -459,23 +284,3 @@ class _Caller:
         except RuntimeError:
             # The loop is closed: nobody waits any more, and the engine serves the others.
             logger.warning("a caller's event loop was closed before its request ended")
-
-
-def probe_error(found: list[list[float]], expected: tuple[tuple[float, ...], ...]) -> float:
-    """Largest absolute difference of two sets of log-probabilities; NaN if any number is NaN.
-
-    Raises:
-        IntegrityError: their shapes differ.
-    """
-    if [len(row) for row in found] != [len(row) for row in expected]:
-        raise IntegrityError(
-            f"probe.logprobs must hold one number for each next token, {[len(row) for row in found]}, "
-            f"got {[len(row) for row in expected]}"
-        )
-    differences = [
-        abs(left - right)
-        for found_row, expected_row in zip(found, expected, strict=True)
-        for left, right in zip(found_row, expected_row, strict=True)
-    ]
-    # max() would pass over a NaN that does not come first.
-    return float("nan") if any(math.isnan(value) for value in differences) else max(differences)

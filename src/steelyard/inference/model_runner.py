@@ -39,6 +39,14 @@ class Draw:
     uniforms: npt.NDArray[np.float64]
 
 
+@dataclass(frozen=True)
+class Decoder:
+    """A causal language model that is ready to run, and what its keys and values look like."""
+
+    module: PreTrainedModel
+    shape: KVShape
+
+
 class ModelRunner:
     """Forward passes of the versions it holds over one key-value cache.
 
@@ -52,44 +60,54 @@ class ModelRunner:
         self._blocks = blocks
         self._max_versions = max_versions
         self._device = device
-        self._modules: dict[int, PreTrainedModel] = {}
-        self._shape: KVShape | None = None
+        self._decoders: dict[int, Decoder] = {}
         self._cache: KVCache | None = None
 
     @property
     def versions(self) -> tuple[int, ...]:
         """Versions held, ascending."""
-        return tuple(sorted(self._modules))
+        return tuple(sorted(self._decoders))
 
-    def install(self, version: int, module: PreTrainedModel) -> None:
-        """Hold a decoder under a version number. The first one decides the shape of the cache.
+    def prepare(self, module: PreTrainedModel) -> Decoder:
+        """Make a decoder ready to run here: evaluation, our device, our attention. Touches nothing that is held.
 
-        Args:
-            version: not held yet.
-            module: a ``transformers`` causal language model; switched to evaluation and to our attention.
+        May be called in any thread, beside a running pass.
+
+        Raises:
+            EngineError: the cache does not compute its kind of attention.
+        """
+        check_attention(module.config)
+        module.eval().requires_grad_(False).to(self._device)
+        module.set_attn_implementation(ATTENTION_NAME)
+        lay_out_weights(module)
+        return Decoder(module, shape_of(module.config, next(module.parameters()).dtype, self._device))
+
+    def install(self, version: int, decoder: Decoder) -> None:
+        """Hold a decoder under a version number that is not held yet. The first one decides the shape of the cache.
 
         Raises:
             EngineError: no room, the number is held, or the decoder does not fit this engine.
         """
-        if version in self._modules:
-            raise EngineError(f"version {version} must not be loaded already")
-        if len(self._modules) >= self._max_versions:
+        if len(self._decoders) >= self._max_versions:
             raise EngineError(
                 f"at most {self._max_versions} versions must be loaded at once, held are {self.versions}; "
                 f"unload one before version {version}"
             )
-        config = module.config
-        check_attention(config)
-        module.eval().requires_grad_(False).to(self._device)
-        module.set_attn_implementation(ATTENTION_NAME)
-        lay_out_weights(module)
-        shape = shape_of(config, next(module.parameters()).dtype, self._device)
-        if self._shape is None:
-            self._shape = shape
-            self._cache = KVCache(self._blocks, shape)
-        elif shape != self._shape:
-            raise EngineError(f"version {version} must have the cache shape {self._shape}, got {shape}")
-        self._modules[version] = module
+        self._check_fits(version, decoder)
+        if self._cache is None:
+            self._cache = KVCache(self._blocks, decoder.shape)
+        self._decoders[version] = decoder
+
+    def replace(self, old_version: int, version: int, decoder: Decoder) -> None:
+        """Hold a decoder in the place of another.
+
+        Raises:
+            EngineError: ``old_version`` is not held, ``version`` is, or the decoder does not fit this engine.
+        """
+        self.decoder(old_version)
+        self._check_fits(version, decoder)
+        del self._decoders[old_version]
+        self._decoders[version] = decoder
 
     def remove(self, version: int) -> None:
         """Forget a version.
@@ -97,19 +115,19 @@ class ModelRunner:
         Raises:
             EngineError: it is not held.
         """
-        self.module(version)
-        del self._modules[version]
+        self.decoder(version)
+        del self._decoders[version]
 
-    def module(self, version: int) -> PreTrainedModel:
+    def decoder(self, version: int) -> Decoder:
         """The decoder of a version.
 
         Raises:
             EngineError: it is not held.
         """
-        module = self._modules.get(version)
-        if module is None:
+        decoder = self._decoders.get(version)
+        if decoder is None:
             raise EngineError(f"version {version} must be loaded, held are {self.versions}")
-        return module
+        return decoder
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Sampled:
@@ -118,7 +136,7 @@ class ModelRunner:
         Raises:
             EngineError: the version is not held, or a sequence has no space.
         """
-        module = self.module(batch.version)
+        module = self.decoder(batch.version).module
         if self._cache is None:
             raise EngineError("a version must be loaded before a batch runs")
         parts = [Part(item.sequence_id, item.start, len(item.token_ids)) for item in batch.items]
@@ -135,69 +153,76 @@ class ModelRunner:
             return sample_greedy(logits)
         return sample(logits, _draw_for(items))
 
-    @torch.inference_mode()
-    def probe_logprobs(self, version: int, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probability at temperature 1 of each next token of each sequence, as serving computes it.
+    def _check_fits(self, version: int, decoder: Decoder) -> None:
+        if version in self._decoders:
+            raise EngineError(f"version {version} must not be loaded already")
+        if self._cache is not None and decoder.shape != self._cache.shape:
+            raise EngineError(f"version {version} must have the cache shape {self._cache.shape}, got {decoder.shape}")
 
-        Half of a sequence goes through as one chunk of prefill, the rest token by token through decode, in a cache
-        of its own so that the probe disturbs no request.
 
-        Returns:
-            For a sequence of L tokens, L - 1 numbers.
+@torch.inference_mode()
+def probe_logprobs(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Log-probability at temperature 1 of each next token of each sequence, as serving computes it.
 
-        Raises:
-            EngineError: the version is not held, or a sequence has fewer than two tokens.
-        """
-        module = self.module(version)
-        if self._shape is None or not sequences or min(map(len, sequences)) < 2:
-            raise EngineError("a probe must hold sequences of at least two tokens each")
-        longest = max(map(len, sequences))
-        blocks = BlockTable(
-            num_rows=len(sequences), row_tokens=longest, capacity_tokens=(longest + 1) * len(sequences), block_tokens=1
-        )
-        cache = KVCache(blocks, self._shape)
-        for index, tokens in enumerate(sequences):
-            info = SequenceInfo(f"probe_{index}", f"probe_{index}", "probe", version, tuple(tokens), len(tokens), ())
-            if not isinstance(blocks.admit(info), Admitted):
-                raise EngineError(f"probe sequence {index} must fit into its own cache")
-        found: list[list[float]] = [[] for _ in sequences]
-        starts = [0] * len(sequences)
-        while any(start < len(tokens) - 1 for start, tokens in zip(starts, sequences, strict=True)):
-            self._probe_step(module, cache, sequences, starts, found)
-        return found
+    Half of a sequence goes through as one chunk of prefill, the rest token by token through decode, in a cache
+    of its own: no request is disturbed, and it may run in any thread.
 
-    def _probe_step(
-        self,
-        module: PreTrainedModel,
-        cache: KVCache,
-        sequences: Sequence[Sequence[int]],
-        starts: list[int],
-        found: list[list[float]],
-    ) -> None:
-        items, owners, targets = [], [], []
-        for index, tokens in enumerate(sequences):
-            start = starts[index]
-            end = len(tokens) // 2 if start == 0 else start + 1
-            if start >= len(tokens) - 1:
-                continue
-            items.append(WorkItem(f"probe_{index}", tuple(tokens[start:end]), start, True, 1.0, 1.0, 0))
-            owners.append(index)
-            targets.append(list(tokens[start + 1 : end + 1]))
-            starts[index] = end
-        parts = [Part(item.sequence_id, item.start, len(item.token_ids)) for item in items]
-        layout = cache.lay_out(parts)
-        wanted = [
-            position
-            for end, part in zip(layout.ends, parts, strict=True)
-            for position in range(end - part.num_tokens + 1, end + 1)
-        ]
-        logits = _forward(module, items, layout, wanted, self._device)
-        flat = torch.tensor([token for target in targets for token in target], device=self._device)
-        logprobs = torch.log_softmax(logits, -1).gather(1, flat[:, None])[:, 0].tolist()
-        position = 0
-        for owner, target in zip(owners, targets, strict=True):
-            found[owner].extend(logprobs[position : position + len(target)])
-            position += len(target)
+    Returns:
+        For a sequence of L tokens, L - 1 numbers.
+
+    Raises:
+        EngineError: there is no sequence, or one has fewer than two tokens.
+    """
+    if not sequences or min(map(len, sequences)) < 2:
+        raise EngineError("a probe must hold sequences of at least two tokens each")
+    longest = max(map(len, sequences))
+    blocks = BlockTable(
+        num_rows=len(sequences), row_tokens=longest, capacity_tokens=(longest + 1) * len(sequences), block_tokens=1
+    )
+    cache = KVCache(blocks, decoder.shape)
+    for index, tokens in enumerate(sequences):
+        info = SequenceInfo(f"probe_{index}", f"probe_{index}", "probe", 0, tuple(tokens), len(tokens), ())
+        if not isinstance(blocks.admit(info), Admitted):
+            raise EngineError(f"probe sequence {index} must fit into its own cache")
+    found: list[list[float]] = [[] for _ in sequences]
+    starts = [0] * len(sequences)
+    while any(start < len(tokens) - 1 for start, tokens in zip(starts, sequences, strict=True)):
+        _probe_step(decoder, cache, sequences, starts, found)
+    return found
+
+
+def _probe_step(
+    decoder: Decoder,
+    cache: KVCache,
+    sequences: Sequence[Sequence[int]],
+    starts: list[int],
+    found: list[list[float]],
+) -> None:
+    items, owners, targets = [], [], []
+    for index, tokens in enumerate(sequences):
+        start = starts[index]
+        end = len(tokens) // 2 if start == 0 else start + 1
+        if start >= len(tokens) - 1:
+            continue
+        items.append(WorkItem(f"probe_{index}", tuple(tokens[start:end]), start, True, 1.0, 1.0, 0))
+        owners.append(index)
+        targets.append(list(tokens[start + 1 : end + 1]))
+        starts[index] = end
+    parts = [Part(item.sequence_id, item.start, len(item.token_ids)) for item in items]
+    layout = cache.lay_out(parts)
+    wanted = [
+        position
+        for end, part in zip(layout.ends, parts, strict=True)
+        for position in range(end - part.num_tokens + 1, end + 1)
+    ]
+    device = decoder.shape.device
+    logits = _forward(decoder.module, items, layout, wanted, device)
+    flat = torch.tensor([token for target in targets for token in target], device=device)
+    logprobs = torch.log_softmax(logits, -1).gather(1, flat[:, None])[:, 0].tolist()
+    position = 0
+    for owner, target in zip(owners, targets, strict=True):
+        found[owner].extend(logprobs[position : position + len(target)])
+        position += len(target)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from steelyard.errors import EngineError, RunError
-from steelyard.inference.engine import Engine, EngineHealth, OnTokens
+from steelyard.inference.engine import Engine, EngineHealth, KvRule, OnTokens
 from steelyard.types import EngineStats, FinishReason, GenerateRequest, GenerateResult, LoadProof
 
 logger = logging.getLogger(__name__)
@@ -48,12 +48,25 @@ class Replica:
         self.versions: set[int] = set()
         self.projected_tokens = 0
         self.last_error = ""
+        self.is_draining = False
         self._engine = engine
         self._open_requests: set[str] = set()
 
     def serves(self, request_id: str) -> bool:
         """Whether a request is open here."""
         return request_id in self._open_requests
+
+    def replace(self, engine: Engine) -> None:
+        """The engine was started anew and holds nothing yet."""
+        self._engine = engine
+        self.versions.clear()
+        self.weight, self.last_error, self.is_draining = 1.0, "", False
+
+    def can_sample(self, request: GenerateRequest) -> bool:
+        """Whether a version is held that may sample for ``request``."""
+        if request.follows_updates:
+            return any(version >= request.policy_version for version in self.versions)
+        return request.policy_version in self.versions
 
     def failed(self, error: str) -> None:
         """Half the weight; zero once it is small."""
@@ -84,6 +97,13 @@ class Replica:
     async def load(self, version_dir: str, version: int) -> LoadProof:
         """See :meth:`steelyard.inference.engine.Engine.load`."""
         proof = await self._watched(self._engine.load(version_dir, version))
+        self.versions.add(version)
+        return proof
+
+    async def update(self, version_dir: str, version: int, kv: KvRule) -> LoadProof:
+        """See :meth:`steelyard.inference.engine.Engine.update`."""
+        proof = await self._watched(self._engine.update(version_dir, version, kv))
+        self.versions.discard(max(self.versions))
         self.versions.add(version)
         return proof
 
@@ -183,6 +203,22 @@ class Router:
         except RunError as error:
             logger.warning("replica %s could not release attempt %s: %s", home, attempt_id, error)
 
+    def drain(self, replica_id: str) -> None:
+        """Send no new attempts to a replica while another one can serve them. Returns at once."""
+        self._replicas[replica_id].is_draining = True
+
+    def undrain(self, replica_id: str) -> None:
+        """Send new attempts to a replica again."""
+        self._replicas[replica_id].is_draining = False
+
+    def home_of(self, attempt_id: str) -> str | None:
+        """The replica that served an attempt last; None before its first request and after its release."""
+        return self._home.get(attempt_id)
+
+    def replace(self, replica_id: str, engine: Engine) -> None:
+        """The process of a replica was started anew and holds nothing yet."""
+        self._replicas[replica_id].replace(engine)
+
     def weights(self) -> dict[str, float]:
         """Weight of each replica, 0 to 1."""
         return {name: replica.weight for name, replica in self._replicas.items()}
@@ -212,11 +248,7 @@ class Router:
             logger.info("replica %s does not answer a probe: %s", replica.replica_id, error)
 
     def _pick(self, request: GenerateRequest) -> Replica:
-        able = [
-            replica
-            for replica in self._replicas.values()
-            if replica.weight > 0.0 and request.policy_version in replica.versions
-        ]
+        able = [replica for replica in self._replicas.values() if replica.weight > 0.0 and replica.can_sample(request)]
         if not able:
             known = "; ".join(
                 f"{replica.replica_id} has weight {replica.weight} and versions {sorted(replica.versions)}"
@@ -230,6 +262,7 @@ class Router:
         for replica in able:
             if replica.replica_id == home:
                 return replica
+        able = [replica for replica in able if not replica.is_draining] or able
         return min(able, key=lambda replica: ((replica.projected_tokens + 1) / replica.weight, replica.replica_id))
 
 

@@ -12,12 +12,13 @@ One step is ``plan`` (batches, one per policy version), then the forward passes,
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import xxhash
 
 from steelyard.errors import EngineError
+from steelyard.inference.engine import KvRule
 from steelyard.inference.kv_blocks import Admitted, BlockTable, SequenceInfo, Wait
 from steelyard.types import FinishReason, GenerateRequest, GenerateResult, TokenChunk, VersionSpan
 
@@ -64,6 +65,8 @@ class SequenceState:
     seed: int
     stop_token_ids: frozenset[int]
     added_at_s: float
+    arrival: int
+    kv_version: int | None = None
     admitted_at_s: float | None = None
     first_token_at_s: float | None = None
     num_computed: int = 0
@@ -71,11 +74,18 @@ class SequenceState:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept_logmass: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether some of the prompt is still to be computed."""
+        """Whether some of what it was admitted with is still to be computed."""
         return self.num_computed < len(self.info.prompt)
+
+    def note_span(self) -> None:
+        """The next token starts a new span, unless it is sampled like the one before it."""
+        version, kv_version = self.info.version, self.kv_version
+        if not self.spans or (self.spans[-1].version, self.spans[-1].kv_version) != (version, kv_version):
+            self.spans.append(VersionSpan(start=len(self.token_ids), version=version, kv_version=kv_version))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +121,7 @@ class Scheduler:
         self._using: Counter[int] = Counter()
         self._finished: list[Finished] = []
         self._next_deadline_s = math.inf
+        self._num_added = 0
         self.prefill_tokens = 0
         self.decode_tokens = 0
         self.cached_tokens = 0
@@ -136,21 +147,28 @@ class Scheduler:
         """Requests, waiting and running, that need a version."""
         return self._using[version]
 
+    def num_pinned(self, version: int) -> int:
+        """Those of them that need it to the end."""
+        states = (*self._waiting.values(), *self._running.values())
+        return sum(state.info.version == version and not state.request.follows_updates for state in states)
+
     # --- what comes from outside ------------------------------------------------------------------
 
-    def add(self, request: GenerateRequest, now_s: float) -> None:
-        """Queue a request.
+    def add(self, request: GenerateRequest, now_s: float, version: int | None = None) -> None:
+        """Queue a request, to be sampled by ``version``, or by its own where that is None.
 
         Raises:
             EngineError: it can never be served, or its id is in use.
         """
         self._check(request)
         prompt = request.prompt_token_ids
+        version = request.policy_version if version is None else version
+        self._num_added += 1
         info = SequenceInfo(
             sequence_id=request.request_id,
             sequence_key=request.sequence_key,
             attempt_id=request.attempt_id,
-            version=request.policy_version,
+            version=version,
             prompt=prompt,
             projected_tokens=len(prompt) + request.sampling.max_tokens,
             chain=self._blocks.chain(prompt),
@@ -161,8 +179,9 @@ class Scheduler:
             seed=seed_of(request),
             stop_token_ids=frozenset(request.stop_token_ids),
             added_at_s=now_s,
+            arrival=self._num_added,
         )
-        self._using[request.policy_version] += 1
+        self._using[version] += 1
         self._next_deadline_s = min(self._next_deadline_s, request.deadline_at_s)
 
     def abort(self, request_id: str, now_s: float) -> None:
@@ -186,15 +205,34 @@ class Scheduler:
         """The attempt has ended; nothing of it is retained any longer."""
         self._blocks.release_attempt(attempt_id)
 
+    def follow(self, version: int, kv: KvRule) -> None:
+        """Requests that follow updates go on under ``version``.
+
+        Their tokens so far stay. Where the KV of a running one is kept, nobody else may use it any longer: it belongs
+        to no version. Where it is not, the sequence goes back to the queue, so that those with the same beginning
+        share its computing again.
+        """
+        followers = [state for state in self._running.values() if state.request.follows_updates]
+        for state in reversed(followers):
+            if kv is KvRule.KEEP and state.num_computed:
+                oldest = state.info.version if state.kv_version is None else state.kv_version
+                state.kv_version = oldest
+                self._blocks.set_apart(state.info.sequence_id, version)
+            else:
+                self._evict(state)
+        for state in (*followers, *(held for held in self._waiting.values() if held.request.follows_updates)):
+            self._using[state.info.version] -= 1
+            self._using[version] += 1
+            state.info = replace(state.info, version=version)
+
     def expire(self, now_s: float) -> None:
         """End requests whose deadline has passed: ``queue_timeout`` if never admitted, else ``generation_timeout``."""
         if now_s < self._next_deadline_s:
             return
-        for states, reason in (
-            (self._waiting, FinishReason.QUEUE_TIMEOUT),
-            (self._running, FinishReason.GENERATION_TIMEOUT),
-        ):
-            for state in [held for held in states.values() if held.request.deadline_at_s <= now_s]:
+        for state in (*self._waiting.values(), *self._running.values()):
+            if state.request.deadline_at_s <= now_s:
+                never_ran = state.admitted_at_s is None
+                reason = FinishReason.QUEUE_TIMEOUT if never_ran else FinishReason.GENERATION_TIMEOUT
                 self._finish(state, reason, now_s)
         deadlines = [held.request.deadline_at_s for held in (*self._waiting.values(), *self._running.values())]
         self._next_deadline_s = min(deadlines, default=math.inf)
@@ -282,7 +320,7 @@ class Scheduler:
         waiting = list(self._waiting.values())
         if self._blocks.num_retained:
             # Sorting keeps the order of arrival among equals.
-            waiting.sort(key=lambda state: not self._blocks.continues(state.info))
+            waiting.sort(key=lambda state: (state.admitted_at_s is None, not self._blocks.continues(state.info)))
         for state in waiting:
             if len(self._running) >= self._max_running:
                 return
@@ -293,13 +331,16 @@ class Scheduler:
                 continue
             del self._waiting[state.info.sequence_id]
             self._running[state.info.sequence_id] = state
-            state.admitted_at_s = now_s
-            state.num_computed = state.num_cached = admitted.num_cached
+            state.num_computed = admitted.num_cached
+            if state.admitted_at_s is None:
+                state.admitted_at_s = now_s
+                state.num_cached = admitted.num_cached
             self.cached_tokens += admitted.num_cached
 
     def _append(self, state: SequenceState, token_id: int, logprob: float, kept_logmass: float, now_s: float) -> None:
         if state.first_token_at_s is None:
             state.first_token_at_s = now_s
+        state.note_span()
         state.token_ids.append(token_id)
         state.logprobs.append(logprob)
         state.kept_logmass.append(kept_logmass)
@@ -309,6 +350,17 @@ class Scheduler:
         elif len(state.token_ids) >= state.request.sampling.max_tokens:
             self._finish(state, FinishReason.LENGTH, now_s)
 
+    def _evict(self, state: SequenceState) -> None:
+        """Put a running sequence back to the front of the queue: its KV goes, all of it, and its tokens stay."""
+        sequence_id = state.info.sequence_id
+        self._blocks.discard(sequence_id)
+        del self._running[sequence_id]
+        known = (*state.request.prompt_token_ids, *state.token_ids)
+        state.info = replace(state.info, prompt=known, chain=self._blocks.chain(known))
+        state.num_computed = 0
+        state.kv_version = None
+        self._waiting = {sequence_id: state, **self._waiting}
+
     def _finish(self, state: SequenceState, reason: FinishReason, now_s: float, detail: str = "") -> None:
         sequence_id = state.info.sequence_id
         self._using[state.info.version] -= 1
@@ -316,7 +368,7 @@ class Scheduler:
             del self._running[sequence_id]
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 # The last token was sampled but never fed back, so it has no KV.
-                self._blocks.retain(sequence_id, (*state.info.prompt, *state.token_ids[:-1]))
+                self._blocks.retain(sequence_id, (*state.request.prompt_token_ids, *state.token_ids[:-1]))
             else:
                 self._blocks.discard(sequence_id)
         self._finished.append(Finished(state, reason, now_s, detail))
@@ -334,13 +386,12 @@ def result_of(finished: Finished, *, replica_id: str, load_id: str) -> GenerateR
     state = finished.state
     admitted_at_s = finished.ended_at_s if state.admitted_at_s is None else state.admitted_at_s
     first_token_at_s = finished.ended_at_s if state.first_token_at_s is None else state.first_token_at_s
-    spans = (VersionSpan(start=0, version=state.info.version),) if state.token_ids else ()
     return GenerateResult(
         request_id=state.info.sequence_id,
         token_ids=tuple(state.token_ids),
         logprobs=tuple(state.logprobs),
         kept_logmass=tuple(state.kept_logmass),
-        version_spans=spans,
+        version_spans=tuple(state.spans),
         finish_reason=finished.reason,
         replica_id=replica_id,
         load_id=load_id,

@@ -23,6 +23,7 @@ class EngineService:
         """Answer all endpoints of :mod:`steelyard.inference.engine` on ``server``."""
         server.handle_streaming(api.GENERATE, self._engine.generate)
         server.handle(api.LOAD, self._load)
+        server.handle(api.UPDATE, self._update)
         server.handle(api.UNLOAD, self._unload)
         server.handle(api.PAUSE, self._pause)
         server.handle(api.RESUME, self._resume)
@@ -33,6 +34,9 @@ class EngineService:
 
     async def _load(self, request: api.LoadRequest) -> LoadProof:
         return await self._engine.load(request.version_dir, request.version)
+
+    async def _update(self, request: api.UpdateRequest) -> LoadProof:
+        return await self._engine.update(request.version_dir, request.version, request.kv)
 
     async def _unload(self, request: api.VersionRef) -> Nothing:
         await self._engine.unload(request.version)

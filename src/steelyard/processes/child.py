@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from steelyard.errors import DeadlineExceeded, ProcessDied
 from steelyard.processes.channel import Client
@@ -123,7 +124,7 @@ class ChildProcess:
                 task.cancel()
             await asyncio.gather(connecting, dying, return_exceptions=True)
 
-    async def watch(self, client: Client | None = None) -> None:
+    async def watch(self, client: Client | None = None) -> NoReturn:
         """Wait until the child ends, then fail the client's calls and raise.
 
         Raises:

@@ -17,6 +17,7 @@ from steelyard.types import (
     ChatRequest,
     EndReason,
     Lease,
+    Purpose,
     SealedTrace,
     ToolRecord,
 )
@@ -25,13 +26,22 @@ from steelyard.types import (
 class LiveAttempts:
     """The coordinator's leases as the gateway's directory of attempts.
 
-    ``attempt_deadline_s``: an attempt's last model call ends so long after its lease was issued.
+    ``attempt_deadline_s``: an attempt's last model call ends so long after its lease was issued. ``follows_updates``:
+    weights may change under the attempts of training; an evaluation is of one version always.
     """
 
-    def __init__(self, coordinator: Coordinator, max_context_tokens: int, attempt_deadline_s: float) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        max_context_tokens: int,
+        attempt_deadline_s: float,
+        *,
+        follows_updates: bool = False,
+    ) -> None:
         self._coordinator = coordinator
         self._max_context_tokens = max_context_tokens
         self._attempt_deadline_s = attempt_deadline_s
+        self._follows_updates = follows_updates
 
     def binding(self, attempt_id: str) -> AttemptBinding | None:
         """What a live attempt is bound to; None for any other."""
@@ -43,6 +53,7 @@ class LiveAttempts:
             sampling=lease.sampling,
             max_context_tokens=self._max_context_tokens,
             deadline_at_s=lease.issued_at_s + self._attempt_deadline_s,
+            follows_updates=self._follows_updates and lease.purpose is Purpose.TRAIN,
         )
 
     def holder(self, attempt_id: str) -> str:

@@ -4,8 +4,10 @@
 
     open stores and journal -> start children -> bring the weights up (or back) -> loops until the work is done
 
-    loops     harness, scoring, versions, router probes, news for people, deaths of children
+    loops     harness, scoring, versions and replicas, router probes, news for people
     work      train, evaluate, finish
+
+    a replica or the trainer that dies is started again, a bounded number of times; see fleet and trainer_keeping
 
 The end or failure of any loop ends all; what the journal holds is then what counts.
 """
@@ -27,6 +29,7 @@ from steelyard.errors import RemoteFailed, RunError
 from steelyard.gateway.recorder import Recorder
 from steelyard.ids import IdSource, RandomIds
 from steelyard.inference.client import EngineClient
+from steelyard.inference.engine import KvRule
 from steelyard.inference.router import Router
 from steelyard.observe.rows import EvaluationLabel, StageName
 from steelyard.processes.faults import FaultPlan, fault_hook
@@ -36,22 +39,23 @@ from steelyard.run.coordinators import open_coordinator, serving_others
 from steelyard.run.describing import describe_run
 from steelyard.run.directory import RunDirectory
 from steelyard.run.evaluation import Evaluator
+from steelyard.run.fleet import Fleet, FleetRules
 from steelyard.run.journals import open_journal, open_journal_reader
 from steelyard.run.news import News
 from steelyard.run.processes import Children, stopping
-from steelyard.run.recovery import replay, starting_point, sweep
-from steelyard.run.rollouts import RolloutSide
+from steelyard.run.recovery import sweep
+from steelyard.run.rollouts import RolloutSide, worker_settings
 from steelyard.run.scratch import scratch_folder
 from steelyard.run.secret import run_secret
 from steelyard.run.stores import Stores
 from steelyard.run.sweeping import held_attempts, sweep_blobs
+from steelyard.run.trainer_keeping import TrainerKeeper
 from steelyard.run.training import TrainingLoop
 from steelyard.run.versions import VersionKeeper
 from steelyard.sandbox.function_calls import run_function_calls
 from steelyard.sandbox.registry import end_abandoned_sandboxes
 from steelyard.trainer.client import TrainerClient
 
-_MAX_REPLAYS = 3
 _DEATH_NOTICE_S = 2.0
 
 
@@ -141,6 +145,14 @@ class Control:
             foundation.clock,
             context.news.row,
         )
+        self._trainers = TrainerKeeper(
+            foundation.coordinator,
+            context.directory,
+            foundation.stores,
+            foundation.children,
+            self._model_dir,
+            context.config.runtime.max_restarts,
+        )
 
     async def run(self) -> None:
         """Start the children, work until training and evaluation are done.
@@ -167,8 +179,10 @@ class Control:
         async with RolloutSide(config, base.environment, base.children, context.news, keys) as rollouts:
             trainer, engines = await self._start_children()
             router = Router(engines)
-            versions = self._keeper(trainer, router)
-            trainer = await self._catch_up(trainer, versions)
+            fleet = self._fleet(router)
+            await fleet.begin()
+            versions = self._keeper(trainer, fleet)
+            trainer = await self._trainers.catch_up(trainer, versions)
             await self._bring_weights_up(trainer, versions)
             async with (
                 rollouts.serving(base, router, self._model_dir()) as serving,
@@ -180,17 +194,15 @@ class Control:
                     *serving.loops(),
                     versions.run(),
                     router.run(asyncio.sleep),
-                    base.children.watch(),
-                    context.news.watch(self._coordinator, engines, base.stores.ledger),
+                    context.news.watch(self._coordinator, router.replicas, base.stores.ledger),
                     self._work(trainer, versions),
                 )
 
     async def _start_children(self) -> tuple[TrainerClient, dict[str, EngineClient]]:
         children, config = self._base.children, self._config
-        start = starting_point(self._coordinator, self._context.directory)
         names = [f"replica-{index}" for index in range(config.resources.rollout_gpus)]
         async with task_group() as group:
-            trainer = group.create_task(children.start_trainer(self._model_dir(), start))
+            trainer = group.create_task(self._trainers.start())
             replicas = [group.create_task(children.start_replica(index)) for index in range(len(names))]
         return trainer.result(), dict(zip(names, (task.result() for task in replicas), strict=True))
 
@@ -198,27 +210,19 @@ class Control:
         """A version of the run once there is one: the cache may have moved on."""
         return self._context.directory.first_version() or self._context.policy_dir
 
-    def _keeper(self, trainer: TrainerClient, router: Router) -> VersionKeeper:
+    def _keeper(self, trainer: TrainerClient, fleet: Fleet) -> VersionKeeper:
         deadline_s = self._config.weights.load_deadline_s
-        return VersionKeeper(self._coordinator, trainer, router.replicas, self._base.stores.versions, deadline_s)
+        return VersionKeeper(self._coordinator, trainer, fleet, self._base.stores.versions, deadline_s)
 
-    async def _catch_up(self, trainer: TrainerClient, versions: VersionKeeper) -> TrainerClient:
-        """Replay what no checkpoint covers; where the weights come out otherwise, orphan them and replay again.
-
-        Raises:
-            RunError: the replays do not agree with each other.
-        """
-        for _ in range(_MAX_REPLAYS):
-            start = starting_point(self._coordinator, self._context.directory)
-            diverged = await replay(self._coordinator, trainer, versions, self._base.stores, start.step)
-            if diverged is None:
-                return trainer
-            reason = f"the replay of step {diverged.step} gave weights {diverged.digest}"
-            await self._coordinator.orphan(diverged.version, reason)
-            start = starting_point(self._coordinator, self._context.directory)
-            trainer = await self._base.children.start_trainer(self._model_dir(), start)
-            versions.use_trainer(trainer)
-        raise RunError(f"{_MAX_REPLAYS} replays from the same checkpoint gave different weights each time")
+    def _fleet(self, router: Router) -> Fleet:
+        store = self._base.stores.versions
+        return Fleet(
+            self._coordinator,
+            router,
+            self._base.children,
+            lambda version: str(store.path(version)),
+            fleet_rules(self._config),
+        )
 
     async def _bring_weights_up(self, trainer: TrainerClient, versions: VersionKeeper) -> None:
         """Publish version 0 if nothing is published yet; load the newest version, and what is being evaluated."""
@@ -241,10 +245,14 @@ class Control:
         context, base = self._context, self._base
         if context.config.train.max_steps:
             context.news.stage(StageName.TRAIN)
-            loop = TrainingLoop(
-                context.config, self._coordinator, trainer, versions, base.stores, base.clock, context.news.row
-            )
-            await loop.run()
+
+            async def train_with(trainer: TrainerClient) -> None:
+                loop = TrainingLoop(
+                    context.config, self._coordinator, trainer, versions, base.stores, base.clock, context.news.row
+                )
+                await loop.run()
+
+            await self._trainers.train(trainer, versions, train_with)
         await self._evaluate(versions)
         await self._coordinator.finish("done")
         await context.news.books(self._coordinator, base.stores.ledger)
@@ -266,3 +274,16 @@ class Control:
                 await versions.load(version)
                 await self._evaluator.evaluate(label, version)
         await self._coordinator.unpin(0, EvaluationLabel.BEFORE)
+
+
+def fleet_rules(config: Config) -> FleetRules:
+    """How the replicas of a run go over to a version."""
+    weights = config.weights
+    return FleetRules(
+        publication=weights.publication,
+        in_place=weights.mode == "segmented",
+        kv=KvRule(weights.kv),
+        load_deadline_s=weights.load_deadline_s,
+        drain_deadline_s=worker_settings(config).attempt_deadline_s,
+        max_restarts=config.runtime.max_restarts,
+    )

@@ -4,6 +4,7 @@ Nothing is decided here. A display that breaks does not break the run.
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Mapping
 from typing import Protocol
@@ -11,6 +12,7 @@ from typing import Protocol
 from steelyard.clock import Clock
 from steelyard.coordinator.books import Books
 from steelyard.coordinator.service import Coordinator
+from steelyard.errors import RunError
 from steelyard.inference.engine import Engine
 from steelyard.metrics import Counters, MetricsFile
 from steelyard.observe.display import Display, show
@@ -27,6 +29,8 @@ from steelyard.observe.rows import (
 )
 from steelyard.observe.statistics import quantile
 from steelyard.types import EngineStats
+
+logger = logging.getLogger(__name__)
 
 _EVERY_S = 2.0
 _BOOKS_EVERY = 5
@@ -122,7 +126,13 @@ class News:
 
     async def _sample_engines(self, engines: Mapping[str, Engine]) -> None:
         for name, engine in engines.items():
-            stats, now_s = await engine.stats(), self._clock.now_s()
+            try:
+                stats, now_s = await engine.stats(), self._clock.now_s()
+            except RunError as error:
+                # Its death is the fleet's business; figures of the one that takes its place begin at zero.
+                self._last_stats.pop(name, None)
+                logger.info("no figures of replica %s: %s", name, error)
+                continue
             before_s, before = self._last_stats.get(name, (now_s - _EVERY_S, None))
             self._last_stats[name] = (now_s, stats)
             if before is not None:

@@ -10,11 +10,12 @@ from typing import TypedDict
 
 from steelyard.clock import Clock
 from steelyard.config import Config
-from steelyard.errors import ProcessDied
+from steelyard.errors import ProcessDied, RunError
 from steelyard.inference.client import ClientDeadlines, EngineClient
 from steelyard.processes.channel import Client
 from steelyard.processes.child import ChildProcess
 from steelyard.processes.faults import FaultPlan
+from steelyard.processes.supervision import end_all
 from steelyard.run.children import ChildOptions, start_child
 from steelyard.run.directory import RunDirectory
 from steelyard.run.recovery import StartingPoint
@@ -24,6 +25,8 @@ from steelyard.run.trainer_options import TrainerOptions
 from steelyard.scoring.process import ChildGrader
 from steelyard.trainer.client import TrainerClient
 from steelyard.trainer.records import LossSettings, OptimizerSettings, TrainerSettings
+
+TRAINER = "trainer"
 
 
 class _Common(TypedDict):
@@ -65,6 +68,7 @@ class Children:
     fault: FaultPlan | None = None
     _running: dict[str, Running] = field(default_factory=dict)
     _num_started: int = 0
+    _names: set[str] = field(default_factory=set)
 
     async def start_trainer(self, model_dir: Path, start: StartingPoint) -> TrainerClient:
         """A trainer at ``start``; takes the place of an earlier one.
@@ -95,7 +99,7 @@ class Children:
             seed=config.run.seed,
         )
         options = TrainerOptions(
-            **self._common("trainer", core=config.resources.rollout_gpus),
+            **self._common(TRAINER, core=config.resources.rollout_gpus),
             settings=settings,
             model_dir=str(model_dir),
             weights_dir=str(self.directory.weights),
@@ -103,9 +107,18 @@ class Children:
             checkpoint=start.checkpoint,
             checkpoint_digest=start.digest,
         )
-        await self._end("trainer")
+        await self._end(TRAINER)
         running = await self._start("steelyard.run.trainer_process", options)
         return TrainerClient(running.client, config.train.step_deadline_s)
+
+    async def restart_replica(self, name: str) -> EngineClient:
+        """End what is left of a replica and start it anew.
+
+        Raises:
+            ProcessDied, DeadlineExceeded: it does not come up.
+        """
+        await self._end(name)
+        return await self.start_replica(int(name.removeprefix("replica-")))
 
     async def start_replica(self, index: int) -> EngineClient:
         """The local engine of rollout device ``index``."""
@@ -135,32 +148,32 @@ class Children:
         child = await start_child("steelyard.run.scorer_process", options, log_folder=self.directory.process_logs)
         return await ChildGrader.start(child, Path(options.socket_path), config.runtime.start_deadline_s)
 
-    async def watch(self) -> None:
-        """Wait until a child ends that was not asked to, and raise its death.
+    def process_of(self, name: str) -> Running | None:
+        """The present process of a child; None where it was ended."""
+        return self._running.get(name)
+
+    async def death_of(self, name: str) -> ProcessDied:
+        """Wait until the present process of a child has ended, asked to or not; its calls have failed then.
 
         Raises:
-            ProcessDied: with the end of its log.
+            RunError: there is none.
         """
-        watches = [asyncio.create_task(one.child.watch(one.client)) for one in self._running.values()]
+        running = self._running.get(name)
+        if running is None:
+            raise RunError(f"process {name} must be running to be watched, it was ended")
         try:
-            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in watches:
-                task.cancel()
-            await asyncio.gather(*watches, return_exceptions=True)
+            await running.child.watch(running.client)
+        except ProcessDied as death:
+            return death
 
     async def find_death(self, within_s: float) -> ProcessDied | None:
         """The death of a child that ended by itself, or does so within ``within_s`` seconds."""
+        watches = [asyncio.create_task(self.death_of(name)) for name in self._running]
         try:
-            async with asyncio.timeout(within_s):
-                await self.watch()
-        except ProcessDied as death:
-            return death
-        except TimeoutError:
-            return None
-        return None
+            done, _ = await asyncio.wait(watches, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+            return next((task.result() for task in done), None)
+        finally:
+            await end_all(watches)
 
     async def stop(self) -> None:
         """End all children, at once."""
@@ -182,14 +195,19 @@ class Children:
             await running.stop(self.config.runtime.stop_deadline_s)
 
     def _common(self, name: str, *, core: int | None) -> _Common:
-        """Each start gets a socket of its own, so that nobody connects to a process that is going away."""
+        """Each start gets a socket of its own, so that nobody connects to a process that is going away.
+
+        A fault is for the first process of its name: the one that takes its place is to live.
+        """
         self._num_started += 1
+        fault = None if name in self._names else self.fault
+        self._names.add(name)
         return {
             "name": name,
             "socket_path": str(self.sockets / f"{name}-{self._num_started}.sock"),
             "parent_pid": os.getpid(),
             "core": core,
-            "fault": self.fault,
+            "fault": fault,
         }
 
 

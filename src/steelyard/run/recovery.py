@@ -38,6 +38,22 @@ def starting_point(coordinator: Coordinator, directory: RunDirectory) -> Startin
 async def sweep(coordinator: Coordinator, directory: RunDirectory, stores: Stores) -> None:
     """Remove what a crash left between a write and its event, or between an event and a removal.
 
+    Raises:
+        StorageFailed: the disk refuses.
+    """
+    versions = coordinator.state.versions
+    gone = [
+        number
+        for number in stores.versions.versions()
+        if number and number in versions and versions[number].state is VersionState.DELETED
+    ]
+    await asyncio.to_thread(stores.versions.delete, gone)
+    await sweep_unknown(coordinator, directory, stores)
+
+
+async def sweep_unknown(coordinator: Coordinator, directory: RunDirectory, stores: Stores) -> None:
+    """Remove what a trainer that died left between a write and its event. Nothing else may train meanwhile.
+
     What is on disk without its event did not happen; a replay writes it again, and need not come out alike. Version 0
     is the starting policy itself, which comes out alike, and may by now be the only copy.
 
@@ -45,11 +61,8 @@ async def sweep(coordinator: Coordinator, directory: RunDirectory, stores: Store
         StorageFailed: the disk refuses.
     """
     state = coordinator.state
-    strays = [
-        number
-        for number in stores.versions.versions()
-        if number and (number not in state.versions or state.versions[number].state is VersionState.DELETED)
-    ]
+    stores.versions.sweep()
+    strays = [number for number in stores.versions.versions() if number and number not in state.versions]
     await asyncio.to_thread(stores.versions.delete, strays)
     last = state.checkpoints[-1] if state.checkpoints else 0
     for path in sorted(directory.checkpoints.glob("step-*")):

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from steelyard.clock import SystemClock
 from steelyard.ids import RandomIds
-from steelyard.inference.local_engine import EngineCore, EngineSettings, LocalEngine, prepare_process
+from steelyard.inference.engine_core import EngineCore, EngineSettings
+from steelyard.inference.local_engine import LocalEngine, prepare_process
 from steelyard.inference.service import serve_engine
 from steelyard.processes.faults import fault_hook
 from steelyard.run.children import run_child

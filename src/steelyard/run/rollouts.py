@@ -103,7 +103,12 @@ class RolloutSide:
         sandboxes, graders = await self._opening
         config, counters = self._config, self._news.counters
         worker = worker_settings(config)
-        attempts = LiveAttempts(base.coordinator, config.model.max_context_tokens, worker.attempt_deadline_s)
+        attempts = LiveAttempts(
+            base.coordinator,
+            config.model.max_context_tokens,
+            worker.attempt_deadline_s,
+            follows_updates=config.weights.mode == "segmented",
+        )
         gateway = Gateway(
             Renderer.load(policy_dir),
             router,

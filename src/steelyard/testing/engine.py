@@ -8,7 +8,7 @@ import xxhash
 
 from steelyard.clock import Clock
 from steelyard.errors import EngineError, SteelyardError
-from steelyard.inference.engine import EngineHealth, OnTokens
+from steelyard.inference.engine import EngineHealth, KvRule, OnTokens
 from steelyard.types import (
     EngineStats,
     FinishReason,
@@ -59,22 +59,21 @@ class FakeEngine:
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
         """Answer with scripted or seeded tokens, cut at a stop token or ``max_tokens``."""
         self._fail()
-        if request.policy_version not in self.loaded_dirs:
-            raise EngineError(f"request {request.request_id}: version {request.policy_version} must be loaded")
+        first = self._version_for(request)
         self.requests.append(request)
         tokens, reason = self._tokens_for(request)
         if self.clock.now_s() >= request.deadline_at_s:
-            return self._result(request, (), FinishReason.QUEUE_TIMEOUT)
+            return self._result(request, (), FinishReason.QUEUE_TIMEOUT, first)
         if self.is_holding or self.is_paused:
             await self._hold(request.request_id)
             self._fail()
         if request.request_id in self.aborted:
-            return self._result(request, (), FinishReason.CANCELLED)
+            return self._result(request, (), FinishReason.CANCELLED, first)
         if request.stream and on_tokens is not None:
             for token_id in tokens:
                 on_tokens(TokenChunk(request_id=request.request_id, token_ids=(token_id,)))
         self._num_tokens += len(tokens)
-        return self._result(request, tokens, reason)
+        return self._result(request, tokens, reason, first)
 
     async def load(self, version_dir: str, version: int) -> LoadProof:
         """Hold a version; nothing is read."""
@@ -89,6 +88,14 @@ class FakeEngine:
             probe_tolerance=0.0,
             loaded_in_s=0.0,
         )
+
+    async def update(self, version_dir: str, version: int, kv: KvRule) -> LoadProof:
+        """Hold ``version`` in the place of the newest; requests that are held are answered half by each."""
+        self._fail()
+        if not self.loaded_dirs:
+            raise EngineError(f"a version must be held to be updated to version {version}")
+        del self.loaded_dirs[max(self.loaded_dirs)]
+        return await self.load(version_dir, version)
 
     def load_id(self, version: int) -> str:
         """The load that serves a version."""
@@ -182,17 +189,33 @@ class FakeEngine:
         start = len(request.prompt_token_ids)
         return tuple(_hash(seed, start + index, request.prompt_token_ids) % self.vocab_size for index in range(limit))
 
-    def _result(self, request: GenerateRequest, tokens: tuple[int, ...], reason: FinishReason) -> GenerateResult:
-        start, version = len(request.prompt_token_ids), request.policy_version
+    def _version_for(self, request: GenerateRequest) -> int:
+        may = [v for v in self.loaded_dirs if v >= request.policy_version] if request.follows_updates else []
+        if not may and request.policy_version not in self.loaded_dirs:
+            raise EngineError(f"request {request.request_id}: version {request.policy_version} must be loaded")
+        return max(may, default=request.policy_version)
+
+    def _result(
+        self, request: GenerateRequest, tokens: tuple[int, ...], reason: FinishReason, first: int
+    ) -> GenerateResult:
+        """The answer, begun under version ``first``."""
+        start = len(request.prompt_token_ids)
+        last = self._version_for(request) if request.follows_updates else first
+        change = len(tokens) // 2 if last != first else len(tokens)
+        spans = (VersionSpan(start=0, version=first), VersionSpan(start=change, version=last))
+        versions = [first if index < change else last for index in range(len(tokens))]
         return GenerateResult(
             request_id=request.request_id,
             token_ids=tokens,
-            logprobs=tuple(fake_logprob(version, start + index, token) for index, token in enumerate(tokens)),
+            logprobs=tuple(
+                fake_logprob(version, start + index, token)
+                for index, (version, token) in enumerate(zip(versions, tokens, strict=True))
+            ),
             kept_logmass=(0.0,) * len(tokens),
-            version_spans=(VersionSpan(start=0, version=version),) if tokens else (),
+            version_spans=tuple(span for span in spans if span.start < len(tokens)),
             finish_reason=reason,
             replica_id=self.replica_id,
-            load_id=self.load_id(version),
+            load_id=self.load_id(last),
         )
 
 

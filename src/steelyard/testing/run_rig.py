@@ -56,10 +56,22 @@ V = TypeVar("V")
 
 
 def make_settings(
-    *, lag: int = 1, groups_per_batch: int = 2, group_size: int = 2, min_scored: int = 2, **changes: Any
+    *,
+    lag: int = 1,
+    groups_per_batch: int = 2,
+    group_size: int = 2,
+    min_scored: int = 2,
+    follows_updates: bool = False,
+    **changes: Any,
 ) -> CoordinatorSettings:
     """Small settings without group-commit delay; ``changes`` go to CoordinatorSettings."""
-    rules = Rules(max_policy_lag=lag, groups_per_batch=groups_per_batch, group_size=group_size, min_scored=min_scored)
+    rules = Rules(
+        max_policy_lag=lag,
+        groups_per_batch=groups_per_batch,
+        group_size=group_size,
+        min_scored=min_scored,
+        follows_updates=follows_updates,
+    )
     settings = CoordinatorSettings(rules=rules, sampling=Sampling(seed=7), max_turns=4, group_commit_s=0.0)
     return msgspec.structs.replace(settings, **changes)
 

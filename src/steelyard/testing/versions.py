@@ -8,7 +8,7 @@ from typing import Any
 from steelyard.clock import Clock
 from steelyard.errors import IntegrityError
 from steelyard.ids import SeededIds
-from steelyard.inference.local_engine import EngineCore, EngineSettings
+from steelyard.inference.engine_core import EngineCore, EngineSettings
 from steelyard.testing.tiny_model import tiny_module
 from steelyard.types import GenerateRequest, GenerateResult, Manifest, Probe, Sampling, TokenChunk
 from steelyard.weights.manifest import weights_digest
@@ -76,7 +76,7 @@ def tiny_core(
     sizes = settings or EngineSettings(max_running=8, row_tokens=128, kv_tokens=2048, prefill_chunk_tokens=32)
     core = EngineCore(sizes, loader, replica_id="rep_tiny", clock=clock, ids=SeededIds(0))
     for version, module in enumerate(tuple(modules) or (tiny_module(),)):
-        core.install(loader.load(loader.put(version, module)), version, clock.now_s())
+        core.hold(core.prove(loader.load(loader.put(version, module)), version, clock.now_s()))
     return core, loader
 
 
@@ -93,6 +93,7 @@ def request_for(
     stop: tuple[int, ...] = (),
     key: str | None = None,
     stream: bool = False,
+    follows: bool = False,
 ) -> GenerateRequest:
     """A request with everything but its id and prompt filled in; attempt and key default to the id."""
     return GenerateRequest(
@@ -105,6 +106,7 @@ def request_for(
         stop_token_ids=stop,
         deadline_at_s=deadline_at_s,
         stream=stream,
+        follows_updates=follows,
     )
 
 

@@ -24,12 +24,16 @@ class Lease(Record, frozen=True, kw_only=True):
 
 
 class AttemptBinding(Record, frozen=True, kw_only=True):
-    """What a live attempt may ask of the policy. ``deadline_at_s`` ends its last model call."""
+    """What a live attempt may ask of the policy. ``deadline_at_s`` ends its last model call.
+
+    ``follows_updates``: ``policy_version`` is the oldest version that may sample for it; weights may change under it.
+    """
 
     policy_version: int
     sampling: Sampling
     max_context_tokens: int
     deadline_at_s: float
+    follows_updates: bool = False
 
 
 class AttemptFailure(Record, frozen=True, kw_only=True):

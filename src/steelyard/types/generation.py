@@ -37,14 +37,22 @@ class ChatReply(Record, frozen=True, kw_only=True):
 
 
 class VersionSpan(Record, frozen=True, kw_only=True):
-    """From token ``start`` of a turn's generated tokens on, weights ``version`` sampled."""
+    """From token ``start`` of a turn's generated tokens on, weights ``version`` sampled.
+
+    ``kv_version``: where KV was kept over a change of weights, the oldest version whose KV these tokens saw; None
+    where all of it is of ``version``.
+    """
 
     start: int
     version: int
+    kv_version: int | None = None
 
 
 class GenerateRequest(Record, frozen=True, kw_only=True):
     """One model call. ``deadline_at_s`` bounds queueing and generation together.
+
+    ``policy_version`` samples every token; with ``follows_updates`` (segmented mode) it is the oldest version that
+    may, and the engine samples with what it serves, which may change between two tokens.
 
     ``sequence_key`` names the conversation whose KV may be reused (attempt and segment); reuse is
     decided by the engine on (version, equal token prefix), never on the key alone.
@@ -59,6 +67,7 @@ class GenerateRequest(Record, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...]
     deadline_at_s: float
     stream: bool = False
+    follows_updates: bool = False
 
 
 class GenerateResult(Record, frozen=True, kw_only=True):

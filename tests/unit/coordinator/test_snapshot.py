@@ -230,7 +230,7 @@ def test_any_cut_off_snapshot_is_found(data: st.DataObject) -> None:
 def test_a_snapshot_of_another_format_names_both_versions() -> None:
     taken = msgspec.msgpack.decode(take(State(), EMPTY_HEAD), type=Snapshot)
     other = msgspec.structs.replace(taken, format_version=9)
-    with pytest.raises(IntegrityError, match="must have format version 1, has 9"):
+    with pytest.raises(IntegrityError, match="must have format version 2, has 9"):
         restore(msgspec.msgpack.encode(other))
 
 

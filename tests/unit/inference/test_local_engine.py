@@ -15,7 +15,8 @@ import transformers
 
 from steelyard.clock import SystemClock
 from steelyard.errors import EngineError, IntegrityError
-from steelyard.inference.local_engine import EngineCore, EngineSettings, LocalEngine
+from steelyard.inference.engine_core import EngineCore, EngineSettings
+from steelyard.inference.local_engine import LocalEngine
 from steelyard.testing.manual_clock import ManualClock
 from steelyard.testing.tiny_model import tiny_module
 from steelyard.testing.versions import MemoryVersions, request_for, run_core, stream_core, tiny_core
@@ -193,11 +194,11 @@ def test_streamed_tokens_are_those_of_the_result_in_order() -> None:
 def test_a_load_is_proven_by_digest_and_probe() -> None:
     core, loader = tiny_core(ManualClock())
     loaded = loader.load(loader.put(1, tiny_module(1)))
-    proof = core.install(loaded, 1, 0.0)
+    proof = core.hold(core.prove(loaded, 1, 0.0))
     assert proof.weights_digest == loaded.manifest.weights_digest
     assert proof.probe_max_error <= 1e-5
     assert core.versions == (0, 1)
-    assert core.install(loader.load("v000001"), 1, 0.0) == proof, "loading it again changes nothing"
+    assert core.hold(core.prove(loader.load("v000001"), 1, 0.0)) == proof, "loading it again changes nothing"
 
 
 def wrong_digest(loader: MemoryVersions, name: str) -> None:
@@ -239,22 +240,22 @@ def test_a_wrong_load_is_refused_and_leaves_nothing(spoil: Callable[[MemoryVersi
     name = loader.put(1, tiny_module(1))
     spoil(loader, name)
     with pytest.raises(IntegrityError, match=message):
-        core.install(loader.load(name), 1, 0.0)
+        core.hold(core.prove(loader.load(name), 1, 0.0))
     assert core.versions == (0,)
-    assert core.install(loader.load(loader.put(1, tiny_module(1))), 1, 0.0).version == 1
+    assert core.hold(core.prove(loader.load(loader.put(1, tiny_module(1))), 1, 0.0)).version == 1
 
 
 def test_a_version_number_keeps_its_weights() -> None:
     core, loader = tiny_core(ManualClock())
     other = loader.load(loader.put(0, tiny_module(3)))
     with pytest.raises(IntegrityError, match="version 0 must keep weights_digest"):
-        core.install(other, 0, 0.0)
+        core.hold(core.prove(other, 0, 0.0))
 
 
 def test_only_so_many_versions_are_held_and_one_in_use_is_not_unloaded() -> None:
     core, loader = tiny_core(ManualClock(), modules=[tiny_module(seed) for seed in range(3)])
     with pytest.raises(EngineError, match=r"at most 3 versions .* unload one before version 3"):
-        core.install(loader.load(loader.put(3, tiny_module(3))), 3, 0.0)
+        core.hold(core.prove(loader.load(loader.put(3, tiny_module(3))), 3, 0.0))
     core.add(request_for("a", (1, 2)))
     with pytest.raises(EngineError, match="version 0 must have no open requests to be unloaded, got 1"):
         core.unload(0)
@@ -456,7 +457,8 @@ THREADS_SCRIPT = """
 import asyncio, torch
 from steelyard.clock import SystemClock
 from steelyard.ids import SeededIds
-from steelyard.inference.local_engine import EngineCore, EngineSettings, LocalEngine, prepare_process
+from steelyard.inference.engine_core import EngineCore, EngineSettings
+from steelyard.inference.local_engine import LocalEngine, prepare_process
 from steelyard.testing.tiny_model import tiny_module
 from steelyard.testing.versions import MemoryVersions
 
@@ -471,6 +473,13 @@ class Watched(MemoryVersions):
         self.proving.append(torch.get_num_threads())
         return super().loaded_digest(module)
 
+class WatchedCore(EngineCore):
+    serving = []
+
+    def hold(self, proven):
+        self.serving.append(torch.get_num_threads())
+        return super().hold(proven)
+
 async def main():
     prepare_process(2)
     clock = SystemClock()
@@ -478,13 +487,14 @@ async def main():
     names = [loader.put(version, tiny_module(version)) for version in (1, 2)]
     loader.proving.clear()
     sizes = EngineSettings(max_running=8, row_tokens=128, kv_tokens=2048)
-    core = EngineCore(sizes, loader, replica_id="rep_tiny", clock=clock, ids=SeededIds(0))
+    core = WatchedCore(sizes, loader, replica_id="rep_tiny", clock=clock, ids=SeededIds(0))
     engine = LocalEngine(core, loader, clock)
     for version, name in enumerate(names, 1):
         await engine.load(name, version)
     await engine.close()
     assert loader.reading == [1, 1], loader.reading
-    assert loader.proving == [2, 2], loader.proving
+    assert loader.proving == [1, 1], loader.proving
+    assert core.serving == [2, 2], core.serving
 
 asyncio.run(main())
 """

@@ -3,54 +3,26 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from steelyard.coordinator.transitions import VersionState
 from steelyard.errors import DeadlineExceeded
+from steelyard.run.fleet import FleetRules
 from steelyard.run.versions import VersionKeeper
-from steelyard.testing.engine import FakeEngine
+from steelyard.testing.fleet import RigFleet, RigReplica
 from steelyard.testing.manual_clock import settle
-from steelyard.testing.run_rig import RunRig, make_proof, play
-from steelyard.trainer.client import TrainerClient
-from steelyard.types import LoadProof
-from steelyard.weights.retention import VersionStore
-
-
-class GatedEngine(FakeEngine):
-    """Loads what the rig has published, and says so once ``gate`` is open.
-
-    ``most_loads`` is how many loads ran side by side.
-    """
-
-    rig: RunRig
-    gate: asyncio.Event
-    num_loads = 0
-    most_loads = 0
-
-    async def load(self, version_dir: str, version: int) -> LoadProof:
-        self.num_loads += 1
-        self.most_loads = max(self.most_loads, self.num_loads)
-        proof = await super().load(version_dir, version)
-        try:
-            await self.gate.wait()
-        finally:
-            self.num_loads -= 1
-        return make_proof(self.rig.stores.versions[version].manifest, proof.replica_id)
+from steelyard.testing.run_rig import RunRig, play
 
 
 def play_with_keeper(
-    root: Path, scene: Callable[[RunRig, VersionKeeper, GatedEngine], Awaitable[None]], deadline_s: float = 5.0
+    root: Path, scene: Callable[[RunRig, VersionKeeper, RigReplica], Awaitable[None]], deadline_s: float = 5.0
 ) -> None:
     async def run(rig: RunRig) -> None:
-        engine = GatedEngine(rig.clock)
-        engine.rig, engine.gate = rig, asyncio.Event()
-        engine.gate.set()
-        keeper = VersionKeeper(
-            rig.coordinator, cast(TrainerClient, None), {"rep_fake": engine}, VersionStore(root), deadline_s
-        )
-        await scene(rig, keeper, engine)
+        rules = FleetRules(load_deadline_s=deadline_s, max_restarts=0)
+        fleet = RigFleet(rig, root, rules=rules)
+        await fleet.fleet.begin()
+        await scene(rig, fleet.keeper, fleet.engine(0))
 
     play(run)
 
@@ -71,7 +43,7 @@ def state_of(rig: RunRig, version: int) -> str:
 
 
 def test_a_version_that_is_loaded_again_is_not_let_go_of_meanwhile(tmp_path: Path) -> None:
-    async def scene(rig: RunRig, keeper: VersionKeeper, engine: GatedEngine) -> None:
+    async def scene(rig: RunRig, keeper: VersionKeeper, engine: RigReplica) -> None:
         await rig.coordinator.pin(0, "an evaluation to come")
         await keeper.load(0)
         await train(rig, keeper, 0)
@@ -93,29 +65,32 @@ def test_a_version_that_is_loaded_again_is_not_let_go_of_meanwhile(tmp_path: Pat
 
 
 def test_two_that_tidy_at_once_delete_a_version_once(tmp_path: Path) -> None:
-    async def scene(rig: RunRig, keeper: VersionKeeper, engine: GatedEngine) -> None:
+    async def scene(rig: RunRig, keeper: VersionKeeper, engine: RigReplica) -> None:
         await keeper.load(0)
         for step in range(2):
             await rig.rollouts()
             await rig.begin(step)
-            await rig.publish(step + 1)
+            await keeper.load(await rig.publish(step + 1, is_ready=False))
         await rig.checkpoint(2)
         assert await rig.coordinator.deletable_versions() == (0,)
         # Both look while a commit is under way, and so before either has said what it deletes.
         await asyncio.gather(rig.coordinator.pin(2, "a commit"), keeper.tidy(), keeper.tidy())
         assert state_of(rig, 0) == VersionState.DELETED
-        assert not engine.loaded_dirs
+        assert sorted(engine.loaded_dirs) == [2]
 
     play_with_keeper(tmp_path, scene)
 
 
 def test_versions_are_loaded_one_at_a_time(tmp_path: Path) -> None:
-    async def scene(rig: RunRig, keeper: VersionKeeper, engine: GatedEngine) -> None:
+    async def scene(rig: RunRig, keeper: VersionKeeper, engine: RigReplica) -> None:
+        await keeper.load(0)
         await rig.rollouts()
-        await rig.begin(0)
-        version = await rig.publish(1, is_ready=False)
+        versions = []
+        for step in range(2):
+            await rig.begin(step)
+            versions.append(await rig.publish(step + 1, is_ready=False))
         engine.gate.clear()
-        loads = [asyncio.create_task(keeper.load(number)) for number in (0, version)]
+        loads = [asyncio.create_task(keeper.load(version)) for version in versions]
         await settle()
         engine.gate.set()
         await asyncio.gather(*loads)
@@ -125,9 +100,9 @@ def test_versions_are_loaded_one_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_replica_that_does_not_finish_its_load_is_named(tmp_path: Path) -> None:
-    async def scene(rig: RunRig, keeper: VersionKeeper, engine: GatedEngine) -> None:
+    async def scene(rig: RunRig, keeper: VersionKeeper, engine: RigReplica) -> None:
         engine.gate.clear()
-        with pytest.raises(DeadlineExceeded, match="version 0 to load; still missing: rep_fake"):
+        with pytest.raises(DeadlineExceeded, match="version 0 to load; still missing: replica-0"):
             await keeper.load(0)
 
     play_with_keeper(tmp_path, scene, deadline_s=0.01)
