@@ -175,7 +175,7 @@ async def serve_by_replicas(directory: Path, jobs: list[Job], num_replicas: int)
                 children.append(child)
                 client = await child.connect(Path(option.socket_path), START_DEADLINE_S)
                 engines[option.name] = EngineClient(client, clock, ClientDeadlines())
-            router = Router(engines)
+            router = Router(engines, clock)
             for replica in router.replicas.values():
                 await replica.load(str(directory / "weights" / "v000000"), 0)
             return await measure(router, jobs)

@@ -137,14 +137,37 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     step_deadline_s: float = 600.0
 
 
+class VllmConfig(Section, frozen=True, kw_only=True):
+    """A vLLM server as the engine; see docs/vllm.md.
+
+    ``python``: of an environment with vLLM (``make venv-vllm`` makes one); a server is started with it for every
+    rollout device. Or ``url``: of one that is started already, as docs/vllm.md says, and sees the run directory under
+    the same path. ``kv_cache_bytes`` is for key-value cache; ``extra_args`` go to the server as they are.
+    """
+
+    python: str = ".venv-vllm/bin/python"
+    url: str | None = None
+    start_deadline_s: float = 300.0
+    kv_cache_bytes: int = 1 << 30
+    extra_args: tuple[str, ...] = ()
+
+
 class InferenceConfig(Section, frozen=True, kw_only=True):
-    """One engine per rollout device."""
+    """One engine per rollout device.
+
+    ``probe_tolerance``: by how much a load may differ in the log-probabilities of its probe, in nats. Null takes what
+    was measured for the engine and ``weights.dtype``. ``mismatch_bound``: an alarm goes on where the log-probabilities
+    that engine and trainer give to tokens of the newest weights differ by more than this at the 99th percentile of a
+    step, in nats; null likewise.
+    """
 
     engine: Literal["local", "vllm", "emulated"] = "local"
     max_running: int = 64
     kv_tokens: int = 131_072
     prefill_chunk_tokens: int = 512
-    probe_tolerance: float = 1e-4
+    probe_tolerance: float | None = None
+    mismatch_bound: float | None = None
+    vllm: VllmConfig = VllmConfig()
 
 
 class GatewayConfig(Section, frozen=True, kw_only=True):
@@ -195,11 +218,16 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     ``publication`` says how several replicas go over to a version. ``rolling``: one after the other, the others serve
     on. ``blue_green``: one replica stands by, loads, and takes the place of another. ``drain``: all stop taking
     attempts, load, and go on.
+
+    ``dtype`` is what is published and what engines compute in; the trainer keeps float32. ``max_shard_bytes`` bounds
+    the files of a version, in bytes of tensor data; a larger tensor is a file by itself.
     """
 
     mode: Literal["pinned", "segmented"] = "pinned"
     kv: Literal["recompute", "keep"] = "recompute"
     publication: Literal["rolling", "blue_green", "drain"] = "rolling"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    max_shard_bytes: int = 4 << 30
     max_retained_versions: int = 8
     load_deadline_s: float = 60.0
 

@@ -14,6 +14,19 @@ from steelyard.errors import ConfigError
 _NAME = r"[A-Za-z0-9_-][A-Za-z0-9_.-]*"
 _BLOBS_URL = re.compile(rf"s3://[a-z0-9][a-z0-9.-]{{1,61}}[a-z0-9](/{_NAME})*/?|file://(/{_NAME})+/?")
 _MAX_NAME_CHARS = 200
+_MIN_KV_CACHE_BYTES = 16 << 20
+_MIN_VLLM_TEMPERATURE = 0.01
+"""Below it vLLM samples at another temperature than was asked for."""
+_VLLM_ARGUMENTS = frozenset(
+    {
+        *("--model", "--tokenizer", "--served-model-name", "--load-format", "--dtype", "--quantization", "-q"),
+        *("--uds", "--host", "--port", "--api-key", "--worker-extension-cls", "--speculative-config"),
+        *("--max-model-len", "--max-num-seqs", "--block-size", "--kv-cache-memory-bytes"),
+        *("--logprobs-mode", "--generation-config"),
+        *("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp"),
+    }
+)
+"""What decides which weights serve, how tokens are sampled and stamped, and who reaches the server."""
 
 
 def check(config: Config) -> None:
@@ -35,6 +48,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _workers(config)
     yield from _blobs(config.blobs)
     yield from _journal(config.journal)
+    yield from _vllm(config)
     yield from _not_available(config)
 
 
@@ -76,6 +90,7 @@ def _minimums(config: Config) -> Iterator[str]:
         "scoring.concurrency": (config.scoring.concurrency, 1),
         "scoring.max_attempts": (config.scoring.max_attempts, 1),
         "blobs.max_tries": (config.blobs.max_tries, 1),
+        "weights.max_shard_bytes": (config.weights.max_shard_bytes, 1),
         "journal.snapshot_every_events": (config.journal.snapshot_every_events, 1),
         "journal.lease_s": (config.journal.lease_s, 1),
         "eval.num_tasks": (config.eval.num_tasks, 0),
@@ -105,8 +120,13 @@ def _ranges(config: Config) -> Iterator[str]:
         "runtime.stop_deadline_s": config.runtime.stop_deadline_s,
         "blobs.call_deadline_s": config.blobs.call_deadline_s,
         "blobs.max_upload_s": config.blobs.max_upload_s,
-        "inference.probe_tolerance": config.inference.probe_tolerance,
     }
+    for name, given in (
+        ("inference.probe_tolerance", config.inference.probe_tolerance),
+        ("inference.mismatch_bound", config.inference.mismatch_bound),
+    ):
+        if given is not None:
+            positive[name] = given
     if config.rollout.budget_s is not None:
         positive["rollout.budget_s"] = config.rollout.budget_s
     for name, value in positive.items():
@@ -246,11 +266,38 @@ def _journal_url(url: str) -> Iterator[str]:
         yield "journal.url must begin with postgresql://, got another beginning"
 
 
+def _vllm(config: Config) -> Iterator[str]:
+    """What a vLLM server cannot do is known before one is started."""
+    vllm = config.inference.vllm
+    if not (vllm.start_deadline_s > 0 and math.isfinite(vllm.start_deadline_s)):
+        yield f"inference.vllm.start_deadline_s must be a finite number > 0, got {vllm.start_deadline_s}"
+    if vllm.kv_cache_bytes < _MIN_KV_CACHE_BYTES:
+        yield f"inference.vllm.kv_cache_bytes must be >= {_MIN_KV_CACHE_BYTES}, got {vllm.kv_cache_bytes}"
+    if vllm.url is not None and not re.fullmatch(r"https?://[^/\s?#@]+/?", vllm.url):
+        yield f"inference.vllm.url must be null or look like http://127.0.0.1:8000, got {vllm.url}"
+    for argument in vllm.extra_args:
+        if argument.split("=")[0] in _VLLM_ARGUMENTS:
+            yield f"inference.vllm.extra_args must not hold {argument}: Steelyard sets it, or cannot work with it"
+    if config.inference.engine != "vllm":
+        return
+    if config.rollout.top_p != 1:
+        yield (
+            f"rollout.top_p must be 1 with inference.engine vllm, got {config.rollout.top_p}: vLLM cannot return both "
+            "the log-probability over the full vocabulary and the kept mass"
+        )
+    if config.rollout.temperature < _MIN_VLLM_TEMPERATURE:
+        got = config.rollout.temperature
+        yield f"rollout.temperature must be >= {_MIN_VLLM_TEMPERATURE} with inference.engine vllm, got {got}"
+    if vllm.url is not None and config.resources.rollout_gpus != 1:
+        got = config.resources.rollout_gpus
+        yield f"resources.rollout_gpus must be 1 where inference.vllm.url gives the one server, got {got}"
+
+
 def _not_available(config: Config) -> Iterator[str]:
     if config.runtime.kind != "local":
         yield f"runtime.kind must be local in this version, got {config.runtime.kind}"
-    if config.inference.engine != "local":
-        yield f"inference.engine must be local in this version, got {config.inference.engine}"
+    if config.inference.engine == "emulated":
+        yield f"inference.engine must be local or vllm in this version, got {config.inference.engine}"
     if config.resources.train_gpus != 1:
         yield f"resources.train_gpus must be 1 in this version, got {config.resources.train_gpus}"
     if config.resources.reward_gpus != 0:

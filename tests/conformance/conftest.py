@@ -35,7 +35,12 @@ def synchronous_run(tmp_path_factory: pytest.TempPathFactory, tiny_policy: Path)
 def crashed_run(tmp_path_factory: pytest.TempPathFactory, tiny_policy: Path) -> CrashedRun:
     """A run with lag bound 1: its replica is killed after the first step, then ``--resume`` takes it to its end."""
     home = tmp_path_factory.mktemp("crashed")
-    config = write_small_config(home, tiny_policy, train={"max_steps": CRASHED_STEPS, "checkpoint_every": 2})
+    config = write_small_config(
+        home,
+        tiny_policy,
+        runtime={"max_restarts": 0},
+        train={"max_steps": CRASHED_STEPS, "checkpoint_every": 2},
+    )
     run = home / "run"
     running = subprocess.Popen(
         command("train", config, f"run.dir={run}", "--cache-dir", home / "cache"),

@@ -46,7 +46,7 @@ class World(RunRig):
         self.counters = Counters()
         self.renderer = Renderer.load(write_tokenizer(directory / "tokenizer"))
         self.engine = FakeEngine(self.clock, script=self.answer)
-        self.router = Router({"rep_fake": self.engine})
+        self.router = Router({"rep_fake": self.engine}, self.clock)
         self.ledger = TokenLedger(directory / "ledger")
         self.store = TraceStore(directory / "traces", before_seal=self.ledger.sync)
         self.recorder = Recorder(self.store, self.ledger, self.counters, self.clock)

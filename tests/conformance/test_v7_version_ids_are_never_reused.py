@@ -15,8 +15,8 @@ from steelyard.testing.run_rig import RunRig, make_manifest, make_proof, make_se
 from steelyard.testing.small_runs import CrashedRun, journal_events
 from steelyard.testing.tiny_model import tiny_module, write_tiny_model
 from steelyard.weights.loader import VersionLoader
-from steelyard.weights.manifest import WEIGHTS_NAME
 from steelyard.weights.publisher import VersionPublisher
+from steelyard.weights.shards import WEIGHTS_NAME
 
 
 async def three_published_then_a_crash() -> RunRig:

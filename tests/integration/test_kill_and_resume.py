@@ -101,6 +101,8 @@ class Rehearsals:
             run={"dir": str(run), "seed": index},
             # A random policy never succeeds; with a bonus on entropy its weights move all the same.
             algorithm={"entropy_coef": 0.01},
+            # Here every death ends the run; test_publication has those that it survives.
+            runtime={"max_restarts": 0},
             train={"max_steps": MAX_STEPS, "checkpoint_every": 2},
             eval={"num_tasks": 2, "greedy": False},
         )

@@ -31,7 +31,7 @@ JOINERS = {"run", "cli", "cluster", "sim", "observe", "testing"}
 TORCH_PACKAGES = {"trainer", "weights"}
 TORCH_MODULES = {
     "inference.model_runner", "inference.kv_cache", "inference.engine_core", "inference.local_engine",
-    "scoring.reward_model",
+    "inference.vllm_worker.steelyard_vllm_worker", "scoring.reward_model",
 }  # fmt: skip
 HEAVY = {"torch", "transformers", "safetensors"}
 PURE = (

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from steelyard.assembly.samples import MASKED_VERSION
 from steelyard.errors import ConfigError, IntegrityError
 from steelyard.types import MicroBatch, TrainingSample
 
@@ -91,17 +92,20 @@ def _micro_batch(rows: Sequence[TrainingSample]) -> MicroBatch:
     token_ids = np.zeros(shape, dtype="<i4")
     loss_mask = np.zeros(shape, dtype=np.uint8)
     logprobs = np.zeros(shape, dtype="<f4")
+    versions = np.full(shape, MASKED_VERSION, dtype="<i4")
     for index, row in enumerate(rows):
         length = len(row.token_ids)
         token_ids[index, :length] = row.token_ids
         loss_mask[index, :length] = row.loss_mask
         logprobs[index, :length] = row.logprobs
+        versions[index, :length] = row.versions
     return MicroBatch(
         num_rows=len(rows),
         num_columns=num_columns,
         token_ids=token_ids.tobytes(),
         loss_mask=loss_mask.tobytes(),
         logprobs=logprobs.tobytes(),
+        versions=versions.tobytes(),
         advantages=_floats([row.advantage for row in rows]),
         temperatures=_floats([row.temperature for row in rows]),
         num_tokens=np.array([len(row.token_ids) for row in rows], dtype="<i4").tobytes(),

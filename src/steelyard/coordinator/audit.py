@@ -47,13 +47,17 @@ INVARIANTS = {
 
 
 class InvariantReport(Record, frozen=True, kw_only=True):
-    """What the audit found about one invariant. ``counter_example`` is the first, None where it holds."""
+    """What the audit found about one invariant. ``counter_example`` is the first, None where it holds.
+
+    ``note`` says what its proof rests on, where that is less than it might be.
+    """
 
     name: str
     statement: str
     num_checked: int
     num_broken: int
     counter_example: str | None
+    note: str | None = None
 
 
 class AuditReport(Record, frozen=True, kw_only=True):
@@ -72,13 +76,15 @@ class AuditReport(Record, frozen=True, kw_only=True):
         return tuple(report.name for report in self.invariants if report.num_broken)
 
     def lines(self) -> tuple[str, ...]:
-        """For people: one line an invariant, with the counter-example below it."""
+        """For people: one line an invariant, with counter-example and note below it."""
         lines = []
         for report in self.invariants:
             verdict = f"BROKEN {report.num_broken} of" if report.num_broken else "ok"
             lines.append(f"{report.name:<25} {verdict} {report.num_checked} checks. {report.statement}")
             if report.counter_example is not None:
                 lines.append(f"{'':<25} first counter-example: {report.counter_example}")
+            if report.note is not None:
+                lines.append(f"{'':<25} note: {report.note}")
         return tuple(lines)
 
 
@@ -115,6 +121,7 @@ def audit(stores: AuditStores, deep: audit_deep.DeepAudit | None = None) -> Audi
                 num_checked=findings.num_checked[name],
                 num_broken=findings.num_broken[name],
                 counter_example=findings.examples.get(name),
+                note=findings.notes.get(name),
             )
             for name, statement in invariants.items()
         )

@@ -10,6 +10,7 @@ from steelyard.coordinator.audit_evidence import AttemptFacts, AuditStores, Fact
 from steelyard.errors import IntegrityError
 from steelyard.types import MicroBatch, Purpose, Score, StepBatch, Trace, TrainingSample
 
+_Row = tuple[str, bytes, bytes, bytes, bytes, bytes]
 _ADVANTAGE_TOLERANCE = 1e-9
 
 
@@ -184,7 +185,7 @@ def _check_advantages(
 def _check_micro_batches(step: int, batch: StepBatch, findings: Findings) -> None:
     """The rows that are computed are the samples, each once."""
     wanted = Counter(_sample_row(sample) for sample in batch.samples)
-    found: Counter[tuple[str, bytes, bytes, bytes, bytes]] = Counter()
+    found: Counter[_Row] = Counter()
     for index, micro_batch in enumerate(batch.micro_batches):
         try:
             found.update(_rows(micro_batch))
@@ -195,21 +196,23 @@ def _check_micro_batches(step: int, batch: StepBatch, findings: Findings) -> Non
     findings.check("micro_batch_rows", found == wanted, message)
 
 
-def _sample_row(sample: TrainingSample) -> tuple[str, bytes, bytes, bytes, bytes]:
+def _sample_row(sample: TrainingSample) -> _Row:
     return (
         sample.attempt_id,
         np.array(sample.token_ids, dtype="<i4").tobytes(),
         np.array(sample.loss_mask, dtype=np.uint8).tobytes(),
         np.array(sample.logprobs, dtype="<f4").tobytes(),
+        np.array(sample.versions, dtype="<i4").tobytes(),
         np.array([sample.advantage, sample.temperature], dtype="<f4").tobytes(),
     )
 
 
-def _rows(batch: MicroBatch) -> list[tuple[str, bytes, bytes, bytes, bytes]]:
+def _rows(batch: MicroBatch) -> list[_Row]:
     shape = (batch.num_rows, batch.num_columns)
     token_ids = np.frombuffer(batch.token_ids, dtype="<i4").reshape(shape)
     loss_mask = np.frombuffer(batch.loss_mask, dtype=np.uint8).reshape(shape)
     logprobs = np.frombuffer(batch.logprobs, dtype="<f4").reshape(shape)
+    versions = np.frombuffer(batch.versions, dtype="<i4").reshape(shape)
     advantages = np.frombuffer(batch.advantages, dtype="<f4")
     temperatures = np.frombuffer(batch.temperatures, dtype="<f4")
     lengths = np.frombuffer(batch.num_tokens, dtype="<i4")
@@ -223,6 +226,7 @@ def _rows(batch: MicroBatch) -> list[tuple[str, bytes, bytes, bytes, bytes]]:
                 token_ids[row, :length].tobytes(),
                 loss_mask[row, :length].tobytes(),
                 logprobs[row, :length].tobytes(),
+                versions[row, :length].tobytes(),
                 both,
             )
         )

@@ -300,6 +300,7 @@ class Findings:
         self.num_checked = dict.fromkeys(names, 0)
         self.num_broken = dict.fromkeys(self.num_checked, 0)
         self.examples: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
 
     def check(self, name: str, holds: bool, example: str) -> bool:
         """Count one check of invariant ``name``; ``example`` says what is wrong where it does not hold."""
@@ -308,6 +309,10 @@ class Findings:
             self.num_broken[name] += 1
             self.examples.setdefault(name, example)
         return holds
+
+    def note(self, name: str, text: str) -> None:
+        """Say on what the proof of invariant ``name`` rests, where it rests on less than it might."""
+        self.notes[name] = text
 
     def read(self, name: str, reader: Callable[[_K], _T], key: _K) -> _T | None:
         """Read ``key`` from a store; what cannot be read breaks invariant ``name`` and gives None."""

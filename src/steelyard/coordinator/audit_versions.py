@@ -15,6 +15,7 @@ def check_versions(stores: AuditStores, facts: Facts, findings: Findings) -> Non
     for number in (*facts.proofs, *facts.ready):
         known = number in facts.published
         findings.check("load_proofs", known, f"version {number} was loaded or READY, but never published")
+    _note_blind_probes(facts, findings)
 
 
 def check_checkpoints(stores: AuditStores, facts: Facts, findings: Findings) -> None:
@@ -30,9 +31,13 @@ def check_checkpoints(stores: AuditStores, facts: Facts, findings: Findings) -> 
 
 def _check_stored(number: int, published: VersionPublished, stored: StoredVersion, findings: Findings) -> None:
     manifest = stored.manifest
-    found = (manifest.version, manifest.step, manifest.parent_version, manifest.weights_digest)
-    wanted = (number, published.step, published.parent_version, published.weights_digest)
-    message = f"the manifest of version {number} must say (version, step, parent, weights) {wanted}, says {found}"
+    separates = manifest.probe.separates_parent
+    found = (manifest.version, manifest.step, manifest.parent_version, manifest.weights_digest, separates)
+    wanted = (number, published.step, published.parent_version, published.weights_digest, published.separates_parent)
+    message = (
+        f"the manifest of version {number} must say (version, step, parent, weights, whether the probe tells it from "
+        f"its parent) {wanted}, says {found}"
+    )
     findings.check("weights_stored", found == wanted, message)
     inside = stored.weights_digest
     message = f"the files of version {number} must hold weights {published.weights_digest}, hold {inside}"
@@ -45,6 +50,19 @@ def _check_stored(number: int, published: VersionPublished, stored: StoredVersio
     for file in manifest.files:
         message = f"version {number}: file {file.name} must be as in the manifest, {file}, is {actual.get(file.name)}"
         findings.check("weights_stored", actual.get(file.name) == file, message)
+
+
+def _note_blind_probes(facts: Facts, findings: Findings) -> None:
+    """Where the probe cannot tell a version from its parent, only the digest of memory proves which was loaded."""
+    loaded = [number for number in facts.proofs if number in facts.published]
+    children = [number for number in sorted(loaded) if facts.published[number].parent_version is not None]
+    blind = [number for number in children if not facts.published[number].separates_parent]
+    if blind:
+        findings.note(
+            "load_proofs",
+            f"the probe cannot tell {len(blind)} of {len(children)} loaded versions from their parent, first version "
+            f"{blind[0]}: that it was not the parent rests on the digest of what was in memory",
+        )
 
 
 def _check_proofs(number: int, published: VersionPublished, facts: Facts, findings: Findings) -> None:

@@ -324,7 +324,10 @@ class BatchDeleted(Event, frozen=True, kw_only=True):
 
 
 class VersionPublished(Event, frozen=True, kw_only=True):
-    """Summary of a durable manifest. ``step``: optimizer steps along the parent chain; version 0 has step 0."""
+    """Summary of a durable manifest. ``step``: optimizer steps along the parent chain; version 0 has step 0.
+
+    ``separates_parent``: whether the probe can tell the version from its parent.
+    """
 
     version: int
     step: int
@@ -334,6 +337,7 @@ class VersionPublished(Event, frozen=True, kw_only=True):
     tokenizer_digest: str
     template_digest: str
     num_bytes: int
+    separates_parent: bool = False
 
 
 class VersionLoaded(Event, frozen=True, kw_only=True):

@@ -5,11 +5,10 @@
     harness   lease -> start -> heartbeat ... -> artifact_ready | attempt_failed
     scorer    lease_scores -> score
     trainer   next_batch -> begin_step -> published -> checkpointed
-    replicas  loaded -> ready, and what ``replicas`` says
+    replicas  loaded -> ready, and ``replicas``
 
 Every answer waits for the commit of what it read or wrote. A late, double or unknown message is refused and counted.
-All waits have deadlines; ``fail`` ends every one of them with its error. A ``worker_id`` with a report is who makes it,
-and must be who holds the attempt or job; None where nobody else can.
+All waits have deadlines; ``fail`` ends each. A ``worker_id`` is who reports; None where nobody else can.
 """
 
 import asyncio

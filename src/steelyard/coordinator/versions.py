@@ -56,6 +56,7 @@ class Versions:
                 tokenizer_digest=manifest.tokenizer_digest,
                 template_digest=manifest.template_digest,
                 num_bytes=sum(file.num_bytes for file in manifest.files),
+                separates_parent=manifest.probe.separates_parent,
             )
         )
 

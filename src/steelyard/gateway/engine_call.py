@@ -110,7 +110,7 @@ class EngineCaller:
         check_result(request, result, self.name)
 
     def _failure(self, request: GenerateRequest, result: GenerateResult) -> SteelyardError:
-        engine = f"engine {self.name} ({result.replica_id})"
+        engine = f"engine {self.name} ({result.replica_id or 'no replica'})"
         if result.finish_reason in (FinishReason.QUEUE_TIMEOUT, FinishReason.GENERATION_TIMEOUT):
             what = f"the answer to {request.request_id} ({result.finish_reason})"
             return DeadlineExceeded(what, (engine,), result.queued_s + result.prefill_s + result.decode_s)

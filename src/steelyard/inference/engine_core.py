@@ -235,6 +235,8 @@ class EngineCore:
             cached_tokens=self.scheduler.cached_tokens,
             busy_s=self._busy_s,
             versions=self.versions,
+            num_evicted=self.scheduler.num_evicted,
+            evicted_tokens=self.scheduler.evicted_tokens,
         )
 
     def _run_batch(self, batch: Batch) -> list[TokenChunk]:

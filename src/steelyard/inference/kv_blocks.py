@@ -5,14 +5,19 @@ it is handed out whole to one sequence and accounted in blocks of ``block_tokens
 rows, so that scattered blocks can replace rows later without a change outside this module and ``kv_cache``.
 
 A sequence is *running* while a request computes on it, and *retained* afterwards, so that the next turn of its
-conversation, or a sibling with the same beginning, need not compute it again. Retained sequences are evicted whole,
-least recently used first. Reuse is decided on (version, equal token prefix) and on nothing else: the tokens are
-compared, hashes only find candidates.
+conversation, or a sibling with the same beginning, need not compute it again. Reuse is decided on (version, equal token
+prefix) and on nothing else: the tokens are compared, hashes only find candidates.
+
+Space. A running sequence holds blocks for the tokens that it has, and grows. It is admitted only if what all running
+sequences are projected to need at their ends leaves room for its own projection. What is retained fills the rest, is
+evicted whole, and is the first to go. Conversations have a ``rank``: the order in which their attempts came. A new
+sequence may push out what younger attempts retain, never what older ones do. Otherwise, where contexts outgrow the
+cache, each agent would push out whoever comes back next, and all would compute everything again (PROBLEMS, row T2).
 """
 
 import enum
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from steelyard.errors import EngineError
@@ -43,7 +48,11 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class SequenceInfo:
-    """What the cache must know of a request. ``chain`` comes from :meth:`BlockTable.chain`."""
+    """What the cache must know of a request. ``chain`` comes from :meth:`BlockTable.chain`.
+
+    ``prompt``: all tokens that it starts with. It is projected to have ``projected_tokens`` in the end and can have
+    ``max_tokens``. ``rank``: the lower, the older is its attempt.
+    """
 
     sequence_id: str
     sequence_key: str
@@ -51,7 +60,9 @@ class SequenceInfo:
     version: int
     prompt: tuple[int, ...]
     projected_tokens: int
+    max_tokens: int
     chain: tuple[int, ...]
+    rank: int = 0
 
 
 @dataclass(slots=True)
@@ -67,6 +78,9 @@ class _Holder:
     chain: tuple[int, ...]
     num_ready: int
     num_blocks: int
+    projected_blocks: int
+    max_blocks: int
+    rank: int
     is_running: bool
     tick: int
     is_kept: bool = True
@@ -108,6 +122,7 @@ class BlockTable:
         self._retained: dict[str, _Holder] = {}
         self._index: dict[tuple[int, int], dict[int, None]] = {}
         self._copies: list[Copy] = []
+        self._projected_blocks = 0
         self._tick = 0
         self.placement = 0
         """Grows whenever a row gets another holder; as long as it stays, every sequence is where it was."""
@@ -160,12 +175,13 @@ class BlockTable:
 
     # --- admission --------------------------------------------------------------------------------
 
-    def admit(self, info: SequenceInfo) -> Admitted | Wait:
-        """Give a new running sequence a row and ``projected_tokens`` of space.
+    def admit(self, info: SequenceInfo, displaces_older: bool = False) -> Admitted | Wait:
+        """Give a new running sequence a row, and space for its prompt.
 
         In order of preference it continues its own retained sequence, copies the longest equal prefix of
         another one, or starts empty. It is told to wait where a running sequence is just computing a longer
-        equal prefix, and where there is no space even after evicting all that may go. A refusal changes nothing.
+        equal prefix, and where there is no space: its projection does not fit beside those of the running and what
+        older attempts retain, or, with ``displaces_older``, beside the former alone. A refusal changes nothing.
         """
         usable = len(info.prompt) - 1
         own = self._own_retained(info)
@@ -175,11 +191,30 @@ class BlockTable:
         if min(match.num_coming, usable) >= max(num_own, num_other) + self.block_tokens:
             return Wait.SHARED_PREFIX
         if own is not None and 0 < num_own >= num_other:
-            return self._take_over(own, info, num_own)
-        admitted = self._start_in_new_row(info, match.holder, num_other)
-        if isinstance(admitted, Wait) and match.holder is not None and not match.holder.is_running:
-            return self._take_over(match.holder, info, num_other)
+            return self._take_over(own, info, num_own, displaces_older)
+        admitted = self._start_in_new_row(info, match.holder, num_other, displaces_older)
+        may_go = match.holder is not None and (displaces_older or match.holder.rank >= info.rank)
+        if isinstance(admitted, Wait) and match.holder is not None and may_go:
+            return self._take_over(match.holder, info, num_other, displaces_older)
         return admitted
+
+    def grow(self, sequence_id: str, num_tokens: int) -> int:
+        """Give a running sequence space for ``num_tokens``, at the expense of what is retained.
+
+        One that outgrows its projection is projected to need all that it can have.
+
+        Returns:
+            Tokens that it has space for now; 0 where there is no space, and nothing has changed.
+        """
+        holder = self._holder(sequence_id)
+        needed = max(holder.num_blocks, self._blocks_for(num_tokens))
+        more = needed - holder.num_blocks
+        if more > self._free_blocks and not self._make_space(more, self._by_age(self._retained.values())):
+            return 0
+        self._reserve(holder, needed)
+        if needed > holder.projected_blocks:
+            self._project(holder, holder.max_blocks)
+        return needed * self.block_tokens
 
     def mark_ready(self, sequence_id: str, num_tokens: int) -> None:
         """The first ``num_tokens`` of a running sequence's prompt are now computed and may be shared."""
@@ -211,6 +246,7 @@ class BlockTable:
         holder.chain = self.chain(tokens)
         holder.is_running = False
         self._reserve(holder, self._blocks_for(len(tokens)))
+        self._project(holder, 0)
         self._touch(holder)
         self._retained[holder.sequence_key] = holder
         self._add_to_index(holder)
@@ -293,9 +329,14 @@ class BlockTable:
                 coming = max(coming, num_tokens)
         return _Match(None, 0, coming)
 
-    def _start_in_new_row(self, info: SequenceInfo, source: _Holder | None, num_cached: int) -> Admitted | Wait:
-        needed = self._blocks_for(info.projected_tokens)
-        if not self._make_space(needed, source):
+    def _start_in_new_row(
+        self, info: SequenceInfo, source: _Holder | None, num_cached: int, displaces_older: bool
+    ) -> Admitted | Wait:
+        needed = self._blocks_for(len(info.prompt))
+        evictable = self._displaceable(info, source, displaces_older)
+        if not self._fits(info, evictable, source, is_taken_over=False):
+            return Wait.NO_SPACE
+        if not self._make_space(needed, evictable, needs_row=True):
             return Wait.NO_SPACE
         row = heapq.heappop(self._free_rows)
         if source is not None:
@@ -304,9 +345,16 @@ class BlockTable:
         self._occupy(row, info, num_cached, needed)
         return Admitted(num_cached)
 
-    def _take_over(self, holder: _Holder, info: SequenceInfo, num_cached: int) -> Admitted | Wait:
-        needed = self._blocks_for(info.projected_tokens)
-        if not self._make_space(needed - holder.num_blocks, holder, needs_row=False):
+    def _take_over(
+        self, holder: _Holder, info: SequenceInfo, num_cached: int, displaces_older: bool
+    ) -> Admitted | Wait:
+        if holder.is_running:
+            return Wait.NO_SPACE
+        needed = self._blocks_for(len(info.prompt))
+        evictable = self._displaceable(info, holder, displaces_older)
+        if not self._fits(info, evictable, holder, is_taken_over=True):
+            return Wait.NO_SPACE
+        if not self._make_space(needed - holder.num_blocks, evictable):
             return Wait.NO_SPACE
         row = holder.row
         self._drop(holder)
@@ -315,30 +363,51 @@ class BlockTable:
         self._occupy(row, info, num_cached, needed)
         return Admitted(num_cached)
 
+    def _displaceable(self, info: SequenceInfo, kept: _Holder | None, displaces_older: bool) -> list[_Holder]:
+        """What may go for a new sequence, the first to go last."""
+        return self._by_age(
+            held for held in self._retained.values() if held is not kept and (displaces_older or held.rank >= info.rank)
+        )
+
+    def _by_age(self, holders: Iterable[_Holder]) -> list[_Holder]:
+        """Oldest attempts first; within an attempt, what was used last comes first."""
+        return sorted(holders, key=lambda held: (held.rank, -held.tick))
+
+    def _fits(self, info: SequenceInfo, evictable: list[_Holder], kept: _Holder | None, *, is_taken_over: bool) -> bool:
+        """Whether a projection fits beside those of the running, and beside what stays retained."""
+        retained = sum(held.num_blocks for held in self._retained.values())
+        retained -= sum(held.num_blocks for held in evictable)
+        if is_taken_over and kept is not None:
+            retained -= kept.num_blocks
+        return self._projected_blocks + retained + self._blocks_for(info.projected_tokens) <= self._num_blocks
+
     def _occupy(self, row: int, info: SequenceInfo, num_cached: int, num_blocks: int) -> None:
         holder = _Holder(
             row=row, sequence_id=info.sequence_id, sequence_key=info.sequence_key, attempt_id=info.attempt_id,
             version=info.version, tokens=info.prompt, chain=info.chain, num_ready=num_cached, num_blocks=0,
-            is_running=True, tick=0,
+            projected_blocks=0, max_blocks=self._blocks_for(info.max_tokens), rank=info.rank, is_running=True, tick=0,
         )  # fmt: skip
         self._reserve(holder, num_blocks)
+        self._project(holder, max(num_blocks, self._blocks_for(info.projected_tokens)))
         self._touch(holder)
         self._by_row[row] = holder
         self.placement += 1
         self._running[info.sequence_id] = holder
         self._add_to_index(holder)
 
-    def _make_space(self, num_blocks: int, protected: _Holder | None, needs_row: bool = True) -> bool:
-        """Evict until ``num_blocks`` and, if wanted, a row are free; evict nothing where that cannot succeed."""
-        evictable = [held for held in self._retained.values() if held is not protected]
+    def _make_space(self, num_blocks: int, evictable: list[_Holder], needs_row: bool = False) -> bool:
+        """Evict from the end of ``evictable`` until blocks and row are free; nothing where that cannot succeed."""
         if self._free_blocks + sum(held.num_blocks for held in evictable) < num_blocks:
             return False
         if needs_row and not self._free_rows and not evictable:
             return False
-        evictable.sort(key=lambda held: held.tick, reverse=True)
         while self._free_blocks < num_blocks or (needs_row and not self._free_rows):
             self._drop(evictable.pop())
         return True
+
+    def _project(self, holder: _Holder, num_blocks: int) -> None:
+        self._projected_blocks += num_blocks - holder.projected_blocks
+        holder.projected_blocks = num_blocks
 
     def _reserve(self, holder: _Holder, num_blocks: int) -> None:
         self._free_blocks -= num_blocks - holder.num_blocks
@@ -347,6 +416,7 @@ class BlockTable:
     def _drop(self, holder: _Holder) -> None:
         self._unindex(holder)
         self._reserve(holder, 0)
+        self._project(holder, 0)
         self.placement += 1
         del self._by_row[holder.row]
         heapq.heappush(self._free_rows, holder.row)
@@ -385,6 +455,11 @@ class BlockTable:
         used = sum(holder.num_blocks for holder in self._by_row.values())
         if used + self._free_blocks != self._num_blocks or self._free_blocks < 0:
             yield f"{used} used and {self._free_blocks} free blocks must add up to {self._num_blocks}"
+        projected = sum(holder.projected_blocks for holder in self._running.values())
+        if projected != self._projected_blocks:
+            yield f"projections must add up to {self._projected_blocks} blocks, got {projected}"
+        if any(holder.num_blocks > holder.projected_blocks for holder in self._running.values()):
+            yield "a running sequence must hold no more than it is projected to need"
         if sorted([*self._free_rows, *self._by_row]) != list(range(self.num_rows)):
             yield "each row must be either free or held once"
         if len(self._running) + len(self._retained) != len(self._by_row):

@@ -26,6 +26,7 @@ from steelyard.inference.scheduler import Batch, Sampled, WorkItem
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
 _MIX = ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB))
 _UNIFORM_BITS = 48
+_PROBE_DECODE_TOKENS = 8
 
 AttentionInterface.register(ATTENTION_NAME, cached_attention)
 
@@ -164,8 +165,8 @@ class ModelRunner:
 def probe_logprobs(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
     """Log-probability at temperature 1 of each next token of each sequence, as serving computes it.
 
-    Half of a sequence goes through as one chunk of prefill, the rest token by token through decode, in a cache
-    of its own: no request is disturbed, and it may run in any thread.
+    A sequence goes through as two chunks of prefill, and its last tokens one by one through decode, in a cache of its
+    own: no request is disturbed, and it may run in any thread.
 
     Returns:
         For a sequence of L tokens, L - 1 numbers.
@@ -181,7 +182,8 @@ def probe_logprobs(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> list
     )
     cache = KVCache(blocks, decoder.shape)
     for index, tokens in enumerate(sequences):
-        info = SequenceInfo(f"probe_{index}", f"probe_{index}", "probe", 0, tuple(tokens), len(tokens), ())
+        name, length = f"probe_{index}", len(tokens)
+        info = SequenceInfo(name, name, "probe", 0, tuple(tokens), length, length, ())
         if not isinstance(blocks.admit(info), Admitted):
             raise EngineError(f"probe sequence {index} must fit into its own cache")
     found: list[list[float]] = [[] for _ in sequences]
@@ -201,9 +203,9 @@ def _probe_step(
     items, owners, targets = [], [], []
     for index, tokens in enumerate(sequences):
         start = starts[index]
-        end = len(tokens) // 2 if start == 0 else start + 1
         if start >= len(tokens) - 1:
             continue
+        end = _probe_end(start, len(tokens))
         items.append(WorkItem(f"probe_{index}", tuple(tokens[start:end]), start, True, 1.0, 1.0, 0))
         owners.append(index)
         targets.append(list(tokens[start + 1 : end + 1]))
@@ -223,6 +225,14 @@ def _probe_step(
     for owner, target in zip(owners, targets, strict=True):
         found[owner].extend(logprobs[position : position + len(target)])
         position += len(target)
+
+
+def _probe_end(start: int, num_tokens: int) -> int:
+    """Where the piece of a probe sequence that begins at ``start`` ends."""
+    prefill = max(1, num_tokens - _PROBE_DECODE_TOKENS)
+    if start >= prefill:
+        return start + 1
+    return max(1, prefill // 2) if start == 0 else prefill
 
 
 @torch.no_grad()

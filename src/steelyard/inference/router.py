@@ -1,280 +1,328 @@
-"""Spreads requests over replicas. Imports no torch.
+"""Spreads requests over replicas, and keeps those waiting that no replica has room for. Imports no torch.
 
-An attempt stays with the replica that first served it, because that one holds its KV, for as long as that replica
-can serve. A new attempt goes where the projected load, in tokens, is least for the replica's weight. Failures lower
-the weight, down to zero: a replica that fails fast looks idle and would otherwise draw nearly all requests. Probes
-bring a replica back. A dead replica fails its own requests at once; nothing is sampled twice behind the caller's back.
+::
+
+    gateway --GenerateRequest--> queue --(Dispatcher)--> replica --> answer
+                                   |                       `-- failed, nothing streamed yet: once more, elsewhere
+                                   `-- deadline: queue_timeout
+
+What goes where is decided in :mod:`steelyard.inference.dispatcher`; here are the waits, the calls and their ends. A
+replica that dies fails its requests at once; each is tried once more on another replica where one holds the version
+and no token has been shown yet. Probes bring a dead replica back.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+import math
+from collections import deque
+from collections.abc import Mapping
 
+import msgspec
+
+from steelyard.clock import Clock
 from steelyard.errors import EngineError, RunError
-from steelyard.inference.engine import Engine, EngineHealth, KvRule, OnTokens
-from steelyard.types import EngineStats, FinishReason, GenerateRequest, GenerateResult, LoadProof
+from steelyard.inference.dispatcher import Decision, Placed, Ticket, Unservable
+from steelyard.inference.engine import Engine, OnTokens
+from steelyard.inference.hedging import HedgeDelay, TokenStream
+from steelyard.inference.replica_set import ReplicaSet, RouterSettings
+from steelyard.metrics import Counters
+from steelyard.processes.supervision import end_all
+from steelyard.types import FinishReason, GenerateRequest, GenerateResult, Record
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-Sleep = Callable[[float], Awaitable[None]]
-
-_MIN_WEIGHT = 0.125
+_KEPT_WAITS = 4096
+_OWN_FLOW = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RouterSettings:
-    """``probe_every_s``: pause between probes of replicas that are not at full weight.
+class RouterFigures(Record, frozen=True, kw_only=True):
+    """The router at one instant; ``waits_s`` are those of the requests that left the queue since it was last asked."""
 
-    ``probe_deadline_s``: how long one probe may take.
-    """
+    num_waiting: int
+    num_open: int
+    waiting_by_flow: dict[str, int]
+    waits_s: tuple[float, ...]
+    weights: dict[str, float]
+    projected_kv_frac: dict[str, float]
+    draining: tuple[str, ...]
 
-    probe_every_s: float = 1.0
-    probe_deadline_s: float = 5.0
 
+class Flow:
+    """The router as one run sees it, beside other runs: its requests get the flow's share of all replicas."""
 
-class Replica:
-    """One engine as the router sees it; an :class:`~steelyard.inference.engine.Engine` itself.
-
-    Whoever loads and unloads versions does so through it, so that it knows which versions are held. Calls that the
-    replica does not answer lower its weight, and raise as they do in the engine.
-    """
-
-    def __init__(self, replica_id: str, engine: Engine) -> None:
-        self.replica_id = replica_id
-        self.weight = 1.0
-        self.versions: set[int] = set()
-        self.projected_tokens = 0
-        self.last_error = ""
-        self.is_draining = False
-        self._engine = engine
-        self._open_requests: set[str] = set()
-
-    def serves(self, request_id: str) -> bool:
-        """Whether a request is open here."""
-        return request_id in self._open_requests
-
-    def replace(self, engine: Engine) -> None:
-        """The engine was started anew and holds nothing yet."""
-        self._engine = engine
-        self.versions.clear()
-        self.weight, self.last_error, self.is_draining = 1.0, "", False
-
-    def can_sample(self, request: GenerateRequest) -> bool:
-        """Whether a version is held that may sample for ``request``."""
-        if request.follows_updates:
-            return any(version >= request.policy_version for version in self.versions)
-        return request.policy_version in self.versions
-
-    def failed(self, error: str) -> None:
-        """Half the weight; zero once it is small."""
-        self.last_error = error
-        halved = self.weight / 2
-        self.weight = halved if halved >= _MIN_WEIGHT else 0.0
-
-    def worked(self) -> None:
-        """Twice the weight, up to 1; a replica at zero starts again at the least weight."""
-        self.weight = min(1.0, max(_MIN_WEIGHT, self.weight * 2))
+    def __init__(self, router: "Router", name: str) -> None:
+        self._router = router
+        self.name = name
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
-        """See :meth:`steelyard.inference.engine.Engine.generate`."""
-        projected = len(request.prompt_token_ids) + request.sampling.max_tokens
-        self.projected_tokens += projected
-        self._open_requests.add(request.request_id)
-        try:
-            result = await self._watched(self._engine.generate(request, on_tokens))
-        finally:
-            self.projected_tokens -= projected
-            self._open_requests.discard(request.request_id)
-        if result.finish_reason is FinishReason.ENGINE_ERROR:
-            self.failed(result.detail)
-        elif self.weight < 1.0:
-            self.worked()
-        return result
-
-    async def load(self, version_dir: str, version: int) -> LoadProof:
-        """See :meth:`steelyard.inference.engine.Engine.load`."""
-        proof = await self._watched(self._engine.load(version_dir, version))
-        self.versions.add(version)
-        return proof
-
-    async def update(self, version_dir: str, version: int, kv: KvRule) -> LoadProof:
-        """See :meth:`steelyard.inference.engine.Engine.update`."""
-        proof = await self._watched(self._engine.update(version_dir, version, kv))
-        self.versions.discard(max(self.versions))
-        self.versions.add(version)
-        return proof
-
-    async def unload(self, version: int) -> None:
-        """See :meth:`steelyard.inference.engine.Engine.unload`."""
-        await self._watched(self._engine.unload(version))
-        self.versions.discard(version)
-
-    async def pause(self) -> None:
-        """See :meth:`steelyard.inference.engine.Engine.pause`."""
-        await self._watched(self._engine.pause())
-
-    async def resume(self) -> None:
-        """See :meth:`steelyard.inference.engine.Engine.resume`."""
-        await self._watched(self._engine.resume())
+        """See :meth:`Router.generate`."""
+        return await self._router.generate(request, on_tokens, flow=self.name)
 
     async def abort(self, request_id: str) -> None:
-        """See :meth:`steelyard.inference.engine.Engine.abort`."""
-        await self._watched(self._engine.abort(request_id))
-
-    async def release(self, attempt_id: str) -> None:
-        """See :meth:`steelyard.inference.engine.Engine.release`."""
-        await self._watched(self._engine.release(attempt_id))
-
-    async def health(self) -> EngineHealth:
-        """See :meth:`steelyard.inference.engine.Engine.health`; what it says decides weight and versions."""
-        health = await self._watched(self._engine.health())
-        if health.is_healthy:
-            # It may have been started anew: what it says that it holds counts.
-            self.versions = set(health.versions)
-            self.worked()
-        else:
-            self.failed(health.detail)
-        return health
-
-    async def stats(self) -> EngineStats:
-        """See :meth:`steelyard.inference.engine.Engine.stats`."""
-        return await self._watched(self._engine.stats())
-
-    async def _watched(self, call: Awaitable[T]) -> T:
-        try:
-            return await call
-        except RunError as error:
-            self.failed(str(error))
-            raise
+        """See :meth:`Router.abort`."""
+        await self._router.abort(request_id)
 
 
-class Router:
-    """Generation over several engines.
+class Router(ReplicaSet):
+    """Generation over several engines, which it keeps as :class:`~steelyard.inference.replica_set.ReplicaSet` says.
 
     Args:
         engines: replicas by id.
-        settings: how replicas that failed are probed.
+        counters: get ``router.*``.
     """
 
-    def __init__(self, engines: Mapping[str, Engine], settings: RouterSettings | None = None) -> None:
-        if not engines:
-            raise EngineError("a router must have at least one engine, got none")
-        self._settings = settings or RouterSettings()
-        self._replicas = {name: Replica(name, engine) for name, engine in engines.items()}
-        self._home: dict[str, str] = {}
+    def __init__(
+        self,
+        engines: Mapping[str, Engine],
+        clock: Clock,
+        settings: RouterSettings | None = None,
+        counters: Counters | None = None,
+    ) -> None:
+        settings = settings or RouterSettings()
+        super().__init__(engines, clock, settings, self._decide)
+        self._counters = counters or Counters()
+        self._decisions: dict[Ticket, asyncio.Future[Decision | FinishReason]] = {}
+        self._hedge_delay = HedgeDelay(settings.hedge_quantile)
+        self._waits_s: deque[float] = deque(maxlen=_KEPT_WAITS)
 
-    @property
-    def replicas(self) -> Mapping[str, Replica]:
-        """The engines by id; versions are loaded and unloaded through these."""
-        return self._replicas
+    # --- requests ---------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
-        """Like :meth:`steelyard.inference.engine.Engine.generate`, on the best replica.
+    def flow(self, name: str, weight: float = 1.0) -> Flow:
+        """The router for one run of several, whose share is to those of others as ``weight`` is to theirs.
 
-        A replica that dies or does not answer gives a result with ``engine_error`` and no tokens.
+        Raises:
+            ValueError: the weight is not above 0.
+        """
+        self.dispatcher.set_flow_weight(name, weight)
+        return Flow(self, name)
+
+    async def generate(
+        self, request: GenerateRequest, on_tokens: OnTokens | None = None, *, flow: str = _OWN_FLOW
+    ) -> GenerateResult:
+        """Like :meth:`steelyard.inference.engine.Engine.generate`, on the best replica that has room.
+
+        Where none has room in time the result is ``queue_timeout``. Where replicas die or do not answer it is
+        ``engine_error`` and has no tokens.
 
         Raises:
             EngineError: no live replica holds the version, or the replica refused the request.
         """
-        replica = self._pick(request)
-        self._home[request.attempt_id] = replica.replica_id
-        try:
-            return await replica.generate(request, on_tokens)
-        except RunError as error:
-            logger.warning("replica %s failed request %s: %s", replica.replica_id, request.request_id, error)
-            return _engine_error(request, replica.replica_id, str(error))
+        ticket, stream = Ticket(request, flow, self._clock.now_s()), TokenStream(on_tokens)
+        failed: GenerateResult | None = None
+        while True:
+            decision = await self._wait_for_room(ticket)
+            if isinstance(decision, FinishReason):
+                return self._unserved(request, decision, "", "", queued_s=self._clock.now_s() - ticket.arrived_at_s)
+            if isinstance(decision, Unservable):
+                if failed is not None:
+                    return failed
+                raise EngineError(decision.reason)
+            queued_s = self._clock.now_s() - ticket.arrived_at_s
+            result = await self._serve(ticket, decision, stream)
+            if result.finish_reason is not FinishReason.ENGINE_ERROR or not self._may_retry(ticket, stream):
+                return msgspec.structs.replace(result, queued_s=result.queued_s + queued_s)
+            failed = result
+            self._counters.add("router.retries")
 
     async def abort(self, request_id: str) -> None:
-        """End a request as cancelled, wherever it runs."""
-        for replica in self._replicas.values():
-            if replica.serves(request_id):
+        """End a request as cancelled, wherever it runs or waits."""
+        for ticket, decided in tuple(self._decisions.items()):
+            if ticket.request.request_id == request_id and not decided.done():
+                self.dispatcher.withdraw(ticket)
+                decided.set_result(FinishReason.CANCELLED)
+        for replica in tuple(self._replicas.values()):
+            if replica.state.serves(request_id):
                 await replica.abort(request_id)
 
     async def release(self, attempt_id: str) -> None:
-        """The attempt has ended: forget its replica, whose KV of it may go. A dead replica holds none."""
-        home = self._home.pop(attempt_id, None)
-        if home is None:
-            return
+        """The attempt has ended: forget its replicas, whose KV of it may go. A dead replica holds none."""
+        for replica_id in self.dispatcher.homes.release(attempt_id):
+            try:
+                if replica_id in self._replicas:
+                    await self._replicas[replica_id].release(attempt_id)
+            except RunError as error:
+                logger.warning("replica %s could not release attempt %s: %s", replica_id, attempt_id, error)
+        self.look()
+
+    # --- what is seen of it -----------------------------------------------------------------------
+
+    def wait_estimate_s(self) -> float:
+        """How long a request that comes now is likely to wait for room, in seconds."""
+        return self.dispatcher.wait_estimate_s(self._clock.now_s())
+
+    def take_figures(self) -> RouterFigures:
+        """The router now, and the waits since this was last called."""
+        waits_s = tuple(self._waits_s)
+        self._waits_s.clear()
+        return RouterFigures(
+            num_waiting=self.dispatcher.num_waiting,
+            num_open=sum(state.num_open for state in self._states.values()),
+            waiting_by_flow=self.dispatcher.waiting_by_flow(),
+            waits_s=waits_s,
+            weights=self.weights(),
+            projected_kv_frac={
+                name: state.projected_tokens / state.capacity_tokens
+                for name, state in self._states.items()
+                if state.capacity_tokens
+            },
+            draining=tuple(name for name, state in self._states.items() if state.is_draining),
+        )
+
+    # --- one request ------------------------------------------------------------------------------
+
+    def _decide(self, decision: Decision) -> None:
+        decided = self._decisions[decision.ticket]
+        decided.set_result(decision)
+        if isinstance(decision, Placed) and decision.moved_from is not None:
+            self._counters.add("router.moves")
+
+    async def _wait_for_room(self, ticket: Ticket) -> Decision | FinishReason:
+        """Queue the request until it is decided upon; the finish reason where it ends before."""
+        decided: asyncio.Future[Decision | FinishReason] = asyncio.get_running_loop().create_future()
+        self._decisions[ticket] = decided
+        began_at_s = self._clock.now_s()
+        self.dispatcher.submit(ticket)
+        self.look()
         try:
-            await self._replicas[home].release(attempt_id)
-        except RunError as error:
-            logger.warning("replica %s could not release attempt %s: %s", home, attempt_id, error)
-
-    def drain(self, replica_id: str) -> None:
-        """Send no new attempts to a replica while another one can serve them. Returns at once."""
-        self._replicas[replica_id].is_draining = True
-
-    def undrain(self, replica_id: str) -> None:
-        """Send new attempts to a replica again."""
-        self._replicas[replica_id].is_draining = False
-
-    def home_of(self, attempt_id: str) -> str | None:
-        """The replica that served an attempt last; None before its first request and after its release."""
-        return self._home.get(attempt_id)
-
-    def replace(self, replica_id: str, engine: Engine) -> None:
-        """The process of a replica was started anew and holds nothing yet."""
-        self._replicas[replica_id].replace(engine)
-
-    def weights(self) -> dict[str, float]:
-        """Weight of each replica, 0 to 1."""
-        return {name: replica.weight for name, replica in self._replicas.items()}
-
-    async def run(self, sleep: Sleep) -> None:
-        """Probe, for ever, the replicas that are not at full weight. To be supervised.
-
-        *Consumes* health answers; *waits for* each at most ``probe_deadline_s``; *unblocked by* time.
-        """
-        while True:
-            await sleep(self._settings.probe_every_s)
-            await self.probe()
-
-    async def probe(self) -> None:
-        """Ask once each replica that is not at full weight; a sound answer raises its weight."""
-        weak = [replica for replica in self._replicas.values() if replica.weight < 1.0]
-        await asyncio.gather(*(self._probe_one(replica) for replica in weak))
-
-    async def _probe_one(self, replica: Replica) -> None:
-        deadline_s = self._settings.probe_deadline_s
-        try:
-            async with asyncio.timeout(deadline_s):
-                await replica.health()
+            if not decided.done():
+                async with asyncio.timeout(self._patience_s(ticket)):
+                    await asyncio.wait([decided])
         except TimeoutError:
-            replica.failed(f"no answer to a probe within {deadline_s} s")
+            if not decided.done():
+                self._counters.add("router.queue_timeouts")
+                self.dispatcher.withdraw(ticket)
+                return FinishReason.QUEUE_TIMEOUT
+        except BaseException:
+            self._give_back(ticket, decided)
+            raise
+        finally:
+            del self._decisions[ticket]
+            self._waits_s.append(self._clock.now_s() - began_at_s)
+        return decided.result()
+
+    def _give_back(self, ticket: Ticket, decided: "asyncio.Future[Decision | FinishReason]") -> None:
+        """The caller has gone: the request leaves the queue, or gives back the room that it was just given."""
+        self.dispatcher.withdraw(ticket)
+        if decided.done() and isinstance(placed := decided.result(), Placed):
+            self.dispatcher.finish(ticket, placed.replica_id, None, self._clock.now_s())
+            self.look()
+
+    def _patience_s(self, ticket: Ticket) -> float:
+        queue_s = math.inf if self._settings.queue_deadline_s is None else self._settings.queue_deadline_s
+        ends_at_s = min(ticket.request.deadline_at_s, ticket.arrived_at_s + queue_s)
+        return max(0.0, ends_at_s - self._clock.now_s())
+
+    def _may_retry(self, ticket: Ticket, stream: TokenStream) -> bool:
+        if stream.speaker is not None or len(ticket.tried) >= self._settings.max_tries:
+            return False
+        return self.dispatcher.can_retry(ticket)
+
+    async def _serve(self, ticket: Ticket, placed: Placed, stream: TokenStream) -> GenerateResult:
+        """The answer of the replica, or of a second one where the first lets the request wait."""
+        delay_s = self._hedge_delay.delay_s()
+        began_at_s = self._clock.now_s()
+        if delay_s is None:
+            result = await self._call(ticket, placed.replica_id, stream)
+        else:
+            result = await self._hedged(ticket, placed.replica_id, stream, delay_s)
+        if not ticket.request.stream:
+            self._hedge_delay.note(self._clock.now_s() - began_at_s)
+        elif result.token_ids:
+            self._hedge_delay.note(result.queued_s + result.prefill_s)
+        return result
+
+    async def _call(self, ticket: Ticket, replica_id: str, stream: TokenStream) -> GenerateResult:
+        """One request on one replica; what was reserved for it is free again when this ends."""
+        request, replica = ticket.request, self._replicas.get(replica_id)
+        wait_s = max(0.0, request.deadline_at_s - self._clock.now_s()) + self._settings.answer_grace_s
+        result: GenerateResult | None = None
+        failure = "it was removed"
+        try:
+            if replica is not None:
+                async with asyncio.timeout(wait_s):
+                    result = await replica.generate(request, stream.of(replica_id))
+        except TimeoutError:
+            assert replica is not None
+            failure = f"no answer within {wait_s:.1f} s"
+            replica.state.failed(failure)
         except RunError as error:
-            logger.info("replica %s does not answer a probe: %s", replica.replica_id, error)
+            failure = str(error)
+        finally:
+            self.dispatcher.finish(ticket, replica_id, result, self._clock.now_s())
+            self.look()
+        if result is not None and result.finish_reason is not FinishReason.ENGINE_ERROR:
+            return result
+        ticket.tried.add(replica_id)
+        if result is None:
+            logger.warning("replica %s failed request %s: %s", replica_id, request.request_id, failure)
+            result = self._unserved(request, FinishReason.ENGINE_ERROR, replica_id, failure, queued_s=0.0)
+        return result
 
-    def _pick(self, request: GenerateRequest) -> Replica:
-        able = [replica for replica in self._replicas.values() if replica.weight > 0.0 and replica.can_sample(request)]
-        if not able:
-            known = "; ".join(
-                f"{replica.replica_id} has weight {replica.weight} and versions {sorted(replica.versions)}"
-                f"{', last error: ' + replica.last_error if replica.last_error else ''}"
-                for replica in self._replicas.values()
-            )
-            raise EngineError(
-                f"request {request.request_id}: a live replica must hold version {request.policy_version}, but {known}"
-            )
-        home = self._home.get(request.attempt_id)
-        for replica in able:
-            if replica.replica_id == home:
-                return replica
-        able = [replica for replica in able if not replica.is_draining] or able
-        return min(able, key=lambda replica: ((replica.projected_tokens + 1) / replica.weight, replica.replica_id))
+    async def _hedged(self, ticket: Ticket, first_id: str, stream: TokenStream, delay_s: float) -> GenerateResult:
+        """Call one replica, and a second one if nothing has come after ``delay_s``."""
+        calls = {asyncio.create_task(self._call(ticket, first_id, stream), name=first_id)}
+        begun = asyncio.create_task(stream.has_begun.wait(), name="first token")
+        try:
+            await asyncio.wait([*calls, begun], timeout=delay_s, return_when=asyncio.FIRST_COMPLETED)
+            is_waiting = not begun.done() and not any(call.done() for call in calls)
+            now_s = self._clock.now_s()
+            second_id = self.dispatcher.reserve_second(ticket, first_id, now_s) if is_waiting else None
+            if second_id is not None:
+                self._counters.add("router.hedges")
+                calls.add(asyncio.create_task(self._call(ticket, second_id, stream), name=second_id))
+            winner = await self._first_answer(calls, begun, stream)
+            await self._end_losers(ticket.request.request_id, calls - {winner})
+            return await winner
+        finally:
+            await end_all([*calls, begun])
+
+    @staticmethod
+    async def _first_answer(
+        calls: set["asyncio.Task[GenerateResult]"], begun: "asyncio.Task[bool]", stream: TokenStream
+    ) -> "asyncio.Task[GenerateResult]":
+        """The call that streams first or ends first; a failure wins only when there is no other."""
+        open_calls = set(calls)
+        while True:
+            waits = [*open_calls] if begun.done() else [*open_calls, begun]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if stream.speaker is not None:
+                return next(call for call in calls if call.get_name() == stream.speaker)
+            for call in [call for call in open_calls if call.done()]:
+                open_calls.discard(call)
+                if not open_calls or not _has_failed(call):
+                    return call
+
+    async def _end_losers(self, request_id: str, losers: set["asyncio.Task[GenerateResult]"]) -> None:
+        """Abort what the winner made useless. Its tokens are in no turn: they are counted once, as lost."""
+        for call in losers:
+            try:
+                async with asyncio.timeout(self._settings.abort_deadline_s):
+                    await self._replicas[call.get_name()].abort(request_id)
+                    await asyncio.wait([call])
+            except (TimeoutError, KeyError, RunError, EngineError) as error:
+                logger.warning("replica %s did not end the second of %s: %r", call.get_name(), request_id, error)
+            if call.done() and not call.cancelled() and call.exception() is None:
+                self._counters.add("router.hedge_lost_tokens", len(call.result().token_ids))
+
+    @staticmethod
+    def _unserved(
+        request: GenerateRequest, reason: FinishReason, replica_id: str, detail: str, *, queued_s: float
+    ) -> GenerateResult:
+        return GenerateResult(
+            request_id=request.request_id,
+            token_ids=(),
+            logprobs=(),
+            kept_logmass=(),
+            version_spans=(),
+            finish_reason=reason,
+            replica_id=replica_id,
+            load_id="",
+            queued_s=queued_s,
+            detail=detail,
+        )
 
 
-def _engine_error(request: GenerateRequest, replica_id: str, detail: str) -> GenerateResult:
-    return GenerateResult(
-        request_id=request.request_id,
-        token_ids=(),
-        logprobs=(),
-        kept_logmass=(),
-        version_spans=(),
-        finish_reason=FinishReason.ENGINE_ERROR,
-        replica_id=replica_id,
-        load_id="",
-        detail=detail,
-    )
+def _has_failed(call: "asyncio.Task[GenerateResult]") -> bool:
+    if call.cancelled() or call.exception() is not None:
+        return True
+    return call.result().finish_reason is FinishReason.ENGINE_ERROR

@@ -3,11 +3,18 @@
 ::
 
     add --> waiting --admit: projected KV fits--> running: prefill in chunks, then one token a step
-               |                                     |
-               |  queue_timeout, cancelled           |  stop, length, generation_timeout, cancelled, engine_error
-               +-------------------------------------+--> finished
+             |  ^                                    |  |
+             |  +-- evict: no space, or new weights -+  |
+             |                                          |
+             |  queue_timeout, cancelled                |  stop, length, generation_timeout, cancelled, engine_error
+             +------------------------------------------+--> finished
 
 One step is ``plan`` (batches, one per policy version), then the forward passes, then ``commit`` for each batch.
+
+A projection may be wrong. When the space runs out, the running sequence of the youngest attempt gives up all of its
+KV, and so on until the others can go on. It keeps its tokens and their log-probabilities, waits before those that came
+after it, and computes its KV again when it is admitted. The oldest is never evicted, and any single sequence fits, so
+there is always one that comes to its end.
 """
 
 import math
@@ -19,10 +26,12 @@ import xxhash
 
 from steelyard.errors import EngineError
 from steelyard.inference.engine import KvRule
+from steelyard.inference.forecast import AnswerForecast
 from steelyard.inference.kv_blocks import Admitted, BlockTable, SequenceInfo, Wait
 from steelyard.types import FinishReason, GenerateRequest, GenerateResult, TokenChunk, VersionSpan
 
 _MAX_MOVES_PER_STEP = 2
+_MAX_ATTEMPTS = 10_000
 
 
 class WorkItem(msgspec.Struct, frozen=True, gc=False):
@@ -58,7 +67,12 @@ class Sampled(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class SequenceState:
-    """One request on its way through the engine. ``num_computed`` tokens of it have their KV in the cache."""
+    """One request on its way through the engine.
+
+    ``info.prompt`` are the tokens that it was admitted with last: its prompt and, after an eviction, what it had
+    sampled by then. ``num_computed`` of its tokens have their KV in the cache, ``num_held`` have space there.
+    ``kv_version``: see :class:`VersionSpan`.
+    """
 
     request: GenerateRequest
     info: SequenceInfo
@@ -66,6 +80,7 @@ class SequenceState:
     stop_token_ids: frozenset[int]
     added_at_s: float
     arrival: int
+    num_held: int = 0
     kv_version: int | None = None
     admitted_at_s: float | None = None
     first_token_at_s: float | None = None
@@ -80,6 +95,11 @@ class SequenceState:
     def is_prefilling(self) -> bool:
         """Whether some of what it was admitted with is still to be computed."""
         return self.num_computed < len(self.info.prompt)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of prompt and answer so far."""
+        return len(self.request.prompt_token_ids) + len(self.token_ids)
 
     def note_span(self) -> None:
         """The next token starts a new span, unless it is sampled like the one before it."""
@@ -102,8 +122,7 @@ class Scheduler:
     """Waiting and running sequences.
 
     Args:
-        blocks: the key-value cache's bookkeeping; admission reserves prompt and ``max_tokens`` in it, so that a
-            running sequence never runs out of space.
+        blocks: the key-value cache's bookkeeping.
         max_running: sequences that are computed at once.
         prefill_chunk_tokens: prompt tokens that one step computes at most, over all sequences.
     """
@@ -121,10 +140,14 @@ class Scheduler:
         self._using: Counter[int] = Counter()
         self._finished: list[Finished] = []
         self._next_deadline_s = math.inf
+        self._forecast = AnswerForecast()
+        self._ranks: dict[str, int] = {}
         self._num_added = 0
         self.prefill_tokens = 0
         self.decode_tokens = 0
         self.cached_tokens = 0
+        self.num_evicted = 0
+        self.evicted_tokens = 0
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -171,7 +194,9 @@ class Scheduler:
             version=version,
             prompt=prompt,
             projected_tokens=len(prompt) + request.sampling.max_tokens,
+            max_tokens=len(prompt) + request.sampling.max_tokens,
             chain=self._blocks.chain(prompt),
+            rank=self._rank_of(request.attempt_id),
         )
         self._waiting[request.request_id] = SequenceState(
             request=request,
@@ -203,6 +228,7 @@ class Scheduler:
 
     def release(self, attempt_id: str) -> None:
         """The attempt has ended; nothing of it is retained any longer."""
+        self._ranks.pop(attempt_id, None)
         self._blocks.release_attempt(attempt_id)
 
     def follow(self, version: int, kv: KvRule) -> None:
@@ -213,7 +239,7 @@ class Scheduler:
         share its computing again.
         """
         followers = [state for state in self._running.values() if state.request.follows_updates]
-        for state in reversed(followers):
+        for state in followers:
             if kv is KvRule.KEEP and state.num_computed:
                 oldest = state.info.version if state.kv_version is None else state.kv_version
                 state.kv_version = oldest
@@ -247,6 +273,7 @@ class Scheduler:
     def plan(self, now_s: float) -> list[Batch]:
         """What to compute now: one batch per version, lowest version first; none where there is nothing to do."""
         self.expire(now_s)
+        self._make_room()
         self._admit(now_s)
         self._blocks.compact(_MAX_MOVES_PER_STEP, lambda sequence_id: self._running[sequence_id].num_computed)
         by_version: dict[int, list[WorkItem]] = {}
@@ -309,33 +336,61 @@ class Scheduler:
         if not 0.0 < sampling.top_p <= 1.0:
             raise EngineError(f"request {name}: top_p must be > 0 and <= 1, got {sampling.top_p}")
 
+    def _rank_of(self, attempt_id: str) -> int:
+        """The order in which attempts came. Some are never released; the oldest of too many is taken for a new one."""
+        rank = self._ranks.get(attempt_id)
+        if rank is None:
+            if len(self._ranks) >= _MAX_ATTEMPTS:
+                del self._ranks[next(iter(self._ranks))]
+            rank = self._ranks[attempt_id] = self._num_added
+        return rank
+
+    def _make_room(self) -> None:
+        """Give each running sequence the space that its next token needs, and evict where there is not enough."""
+        for state in list(self._running.values()):
+            while state.num_known > state.num_held and state.info.sequence_id in self._running:
+                state.num_held = self._blocks.grow(state.info.sequence_id, state.num_known)
+                if not state.num_held:
+                    self._evict(max(self._running.values(), key=lambda held: (held.info.rank, held.arrival)))
+
     def _admit(self, now_s: float) -> None:
-        """Admit in order of arrival, conversations whose KV is retained before new ones.
+        """Admit conversations whose KV is retained before others, and older attempts before younger ones.
 
         Were new ones first, they would push out what the others come back for, and all would prefill again and
-        again. No space stops admission, so that a long request is not passed for ever.
+        again. No space stops admission, so that a long request is not passed for ever. Where nothing else runs, what
+        older attempts retain is not waited for: they may be gone for good.
         """
         if len(self._running) >= self._max_running:
             return
-        waiting = list(self._waiting.values())
-        if self._blocks.num_retained:
-            # Sorting keeps the order of arrival among equals.
-            waiting.sort(key=lambda state: (state.admitted_at_s is None, not self._blocks.continues(state.info)))
+        # Sorting keeps the order of arrival among equals.
+        waiting = sorted(
+            self._waiting.values(), key=lambda state: (not self._blocks.continues(state.info), state.info.rank)
+        )
         for state in waiting:
             if len(self._running) >= self._max_running:
                 return
-            admitted = self._blocks.admit(state.info)
+            state.info = replace(state.info, projected_tokens=self._projection(state))
+            admitted = self._blocks.admit(state.info, displaces_older=not self._running)
             if admitted is Wait.NO_SPACE:
                 return
-            if not isinstance(admitted, Admitted):
-                continue
-            del self._waiting[state.info.sequence_id]
-            self._running[state.info.sequence_id] = state
-            state.num_computed = admitted.num_cached
-            if state.admitted_at_s is None:
-                state.admitted_at_s = now_s
-                state.num_cached = admitted.num_cached
-            self.cached_tokens += admitted.num_cached
+            if isinstance(admitted, Admitted):
+                self._start(state, admitted.num_cached, now_s)
+
+    def _projection(self, state: SequenceState) -> int:
+        """Tokens that a sequence is projected to have in the end."""
+        num_prompt, num_asked = len(state.request.prompt_token_ids), state.request.sampling.max_tokens
+        num_new = self._forecast.tokens(num_asked)
+        return num_prompt + (num_new if num_new > len(state.token_ids) else num_asked)
+
+    def _start(self, state: SequenceState, num_cached: int, now_s: float) -> None:
+        del self._waiting[state.info.sequence_id]
+        self._running[state.info.sequence_id] = state
+        state.num_computed = num_cached
+        state.num_held = len(state.info.prompt)
+        if state.admitted_at_s is None:
+            state.admitted_at_s = now_s
+            state.num_cached = num_cached
+        self.cached_tokens += num_cached
 
     def _append(self, state: SequenceState, token_id: int, logprob: float, kept_logmass: float, now_s: float) -> None:
         if state.first_token_at_s is None:
@@ -351,15 +406,17 @@ class Scheduler:
             self._finish(state, FinishReason.LENGTH, now_s)
 
     def _evict(self, state: SequenceState) -> None:
-        """Put a running sequence back to the front of the queue: its KV goes, all of it, and its tokens stay."""
+        """Put a running sequence back into the queue, at the place of its attempt: its KV goes, its tokens stay."""
         sequence_id = state.info.sequence_id
         self._blocks.discard(sequence_id)
         del self._running[sequence_id]
         known = (*state.request.prompt_token_ids, *state.token_ids)
         state.info = replace(state.info, prompt=known, chain=self._blocks.chain(known))
-        state.num_computed = 0
+        self.num_evicted += 1
+        self.evicted_tokens += state.num_computed
+        state.num_computed = state.num_held = 0
         state.kv_version = None
-        self._waiting = {sequence_id: state, **self._waiting}
+        self._waiting[sequence_id] = state
 
     def _finish(self, state: SequenceState, reason: FinishReason, now_s: float, detail: str = "") -> None:
         sequence_id = state.info.sequence_id
@@ -368,6 +425,7 @@ class Scheduler:
             del self._running[sequence_id]
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 # The last token was sampled but never fed back, so it has no KV.
+                self._forecast.note(len(state.token_ids), state.request.sampling.max_tokens)
                 self._blocks.retain(sequence_id, (*state.request.prompt_token_ids, *state.token_ids[:-1]))
             else:
                 self._blocks.discard(sequence_id)

@@ -7,6 +7,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from steelyard.observe.books import open_books
+from steelyard.observe.mismatch import mismatch_alarm
 from steelyard.observe.progress import RECENT_STEPS, EvaluationKey, Progress
 from steelyard.observe.rows import (
     EvaluationLabel,
@@ -175,6 +176,9 @@ def _flow(progress: Progress) -> Iterable[_Line]:
         yield _Line(2, _labelled("lag", (f"{decimals(last.lag_mean, 1):<{_VALUE_WIDTH}}", "bold"), (worst, "dim")))
         lengths = f"{integer(last.tokens_p50)} median, {integer(last.tokens_p99)} p99, {integer(last.tokens_max)} max"
         yield _Line(6, _labelled("lengths", lengths, (" tokens sampled", "dim")))
+    if last is not None and last.mismatch is not None:
+        size = f"{significant(last.mismatch.abs_p99, 2):<{_VALUE_WIDTH}}"
+        yield _Line(8, _labelled("mismatch", size, (f"nats at p99, engine {last.engine} to trainer", "dim")))
     engines = progress.newest_engines
     if engines:
         rate = f"{integer(progress.decode_tokens_per_s):<{_VALUE_WIDTH}}"
@@ -280,3 +284,6 @@ def _rate(row: EvaluationRow | None, with_bounds: bool) -> str:
 def _alarms(progress: Progress) -> Iterable[_Line]:
     for problem in open_books(progress.books) if progress.books else []:
         yield _Line(0, Text(problem, "bold red"))
+    alarm = mismatch_alarm(progress.last_step) if progress.last_step else None
+    if alarm is not None:
+        yield _Line(0, Text(alarm, "bold red"))

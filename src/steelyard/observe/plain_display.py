@@ -4,6 +4,7 @@ from typing import TextIO
 
 from steelyard.clock import Clock
 from steelyard.observe.books import open_books
+from steelyard.observe.mismatch import mismatch_alarm
 from steelyard.observe.progress import Progress, RunPlan
 from steelyard.observe.rows import BooksRow, EngineRow, EnvironmentRow, EvaluationRow, StageRow, StepRow
 from steelyard.observe.statistics import wilson_interval
@@ -39,6 +40,7 @@ class PlainDisplay:
         self._last_line_s = clock.now_s()
         self._last_step_line_s: float | None = None
         self._open_books: list[str] = []
+        self._is_mismatched = False
 
     def stage(self, row: StageRow) -> None:
         """Say that a stage began."""
@@ -47,13 +49,17 @@ class PlainDisplay:
         self._print(f"{words(row.name)}{detail}")
 
     def step(self, row: StepRow) -> None:
-        """Say how a step went, if it is due."""
+        """Say how a step went, if it is due; and at once when an alarm goes on or off."""
         self._progress.take(row)
         now_s = self._clock.now_s()
         is_due = self._last_step_line_s is None or now_s - self._last_step_line_s >= _MIN_STEP_INTERVAL_S
         if is_due or row.step + 1 >= row.max_steps:
             self._last_step_line_s = now_s
             self._print(self._step_line(row, now_s))
+        alarm = mismatch_alarm(row)
+        if bool(alarm) != self._is_mismatched:
+            self._is_mismatched = bool(alarm)
+            self._print(alarm or f"engine {row.engine} and trainer agree again")
 
     def engine(self, row: EngineRow) -> None:
         """Count the row; after a long silence say that the run is alive."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from steelyard.observe.interval_chart import Comparison
+from steelyard.observe.mismatch import mismatch_alarm, steps_by_engine
 from steelyard.observe.rows import (
     AnyRow,
     EngineRow,
@@ -165,7 +166,8 @@ def step_table(steps: Sequence[StepRow]) -> StepTable:
     chosen = [step for index, step in enumerate(steps) if index % stride == 0 or index == len(steps) - 1]
     columns = (
         "step", "version", "success", "first try", "reward", "useful groups", "lag mean", "lag max", "tokens p50",
-        "tokens p99", "tokens max", "KL", "ratio max", "gradient norm", "entropy", "wait", "train", "step time",
+        "tokens p99", "tokens max", "KL", "ratio max", "mismatch p99", "gradient norm", "entropy",
+        "wait", "train", "step time",
     )  # fmt: skip
     return StepTable(columns=columns, rows=tuple(map(_step_cells, chosen)), num_left_out=len(steps) - len(chosen))
 
@@ -185,6 +187,7 @@ def _step_cells(step: StepRow) -> tuple[str, ...]:
         integer(step.tokens_max),
         significant(step.kl, 2),
         significant(step.ratio_max),
+        significant(step.mismatch.abs_p99 if step.mismatch else None, 2),
         significant(step.grad_norm),
         significant(step.entropy),
         duration(step.wait_s),
@@ -206,7 +209,20 @@ def _step_facts(steps: Sequence[StepRow]) -> list[Fact]:
         Fact(name="useful groups", value=percent(useful), detail="rewards not all equal"),
         Fact(name="highest lag", value=str(max(step.lag_max for step in steps)), detail="optimizer steps"),
         Fact(name="mean step", value=duration(share(wall_s, len(steps)))),
+        *(_mismatch_fact(engine, own) for engine, own in steps_by_engine(steps).items()),
     ]
+
+
+def _mismatch_fact(engine: str, steps: Sequence[StepRow]) -> Fact:
+    """Engine and trainer on equal weights: the worst step, and how many were beyond the bound."""
+    found = [step.mismatch for step in steps if step.mismatch is not None]
+    num_alarms = sum(mismatch_alarm(step) is not None for step in steps)
+    beyond = f"; beyond the bound in {num_alarms} steps" if num_alarms else ""
+    return Fact(
+        name=f"mismatch, engine {engine}",
+        value=f"{significant(max(m.abs_p99 for m in found), 2)} nats",
+        detail=f"highest 99th percentile of a step; KL at most {significant(max(m.kl_k3 for m in found), 2)}{beyond}",
+    )
 
 
 def _settings(

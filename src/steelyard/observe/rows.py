@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from steelyard.metrics import MetricsFile
+from steelyard.types import LogRatios
 
 
 class StageName(enum.StrEnum):
@@ -69,6 +70,8 @@ class StepRow(Row, frozen=True, kw_only=True, tag="step"):
 
     Counts, shares and lengths are over the trajectories of its batch. ``wait_s`` is how long the trainer
     waited for that batch; the parts may overlap each other, so they need not add up to ``wall_s``.
+    ``mismatch`` and ``policy_change`` are those of :class:`steelyard.types.StepReport`, for the kind of ``engine`` that
+    sampled; ``mismatch.abs_p99`` should not exceed ``mismatch_bound``.
     """
 
     step: int
@@ -105,6 +108,10 @@ class StepRow(Row, frozen=True, kw_only=True, tag="step"):
     load_s: float
     checkpoint_s: float
     wall_s: float
+    engine: str = ""
+    mismatch: LogRatios | None = None
+    policy_change: LogRatios | None = None
+    mismatch_bound: float | None = None
 
 
 class EngineRow(Row, frozen=True, kw_only=True, tag="engine"):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from steelyard.observe.charts import Chart, Frame, Merge, Series, line_chart, stacked_chart
+from steelyard.observe.mismatch import steps_by_engine
 from steelyard.observe.rows import AnyRow, EngineRow, EnvironmentRow, StepRow, of_type, surviving_steps
 from steelyard.observe.statistics import moving_mean, share
 from steelyard.observe.time_use import PART_NAMES, PARTS, part_s
@@ -154,6 +155,7 @@ def _stability(steps: Sequence[StepRow]) -> list[Chart | None]:
             _of(steps, "mean", lambda step: step.ratio_mean),
             _of(steps, "highest", lambda step: step.ratio_max, colour=4, merge="max"),
         ),
+        *_mismatch(steps),
         _lines(
             steps,
             Frame(title="Gradient norm", note="before clipping"),
@@ -166,6 +168,22 @@ def _stability(steps: Sequence[StepRow]) -> list[Chart | None]:
             _of(steps, "clipped", lambda step: step.clip_frac),
         ),
         _lines(steps, Frame(title="Loss"), _of(steps, "loss", lambda step: step.loss, colour=3)),
+    ]
+
+
+def _mismatch(steps: Sequence[StepRow]) -> list[Chart | None]:
+    """One chart for each kind of engine, which is one unless a run was gone on with on another."""
+    return [
+        _lines(
+            own,
+            Frame(
+                title=f"Mismatch of engine {engine} and trainer", note="nats, same weights, logarithmic", scale="log"
+            ),
+            _of(own, "median", lambda step: step.mismatch and step.mismatch.abs_p50),
+            _of(own, "99th percentile", lambda step: step.mismatch and step.mismatch.abs_p99, colour=1),
+            _of(own, "largest", lambda step: step.mismatch and step.mismatch.abs_max, colour=4, merge="max"),
+        )
+        for engine, own in steps_by_engine(steps).items()
     ]
 
 

@@ -79,7 +79,7 @@ def pin_to_core(core: int | None) -> None:
 
 
 class ChildProcess:
-    """One supervised child that serves a Unix socket. Made by :meth:`start`."""
+    """One supervised child that serves a Unix socket. Made by :meth:`start` or :meth:`start_program`."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log_path: Path) -> None:
         self.name = name
@@ -98,6 +98,13 @@ class ChildProcess:
         """Start ``python -m module arguments`` with its output appended to ``log_path``."""
         command = [sys.executable, "-m", module, *arguments]
         environment = {**os.environ, **thread_environment(num_threads)}
+        return await cls.start_program(name, command, environment, log_path=log_path)
+
+    @classmethod
+    async def start_program(
+        cls, name: str, command: list[str], environment: dict[str, str], *, log_path: Path
+    ) -> "ChildProcess":
+        """Start any program, as the leader of a session of its own, with its output appended to ``log_path``."""
         with log_path.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=environment,

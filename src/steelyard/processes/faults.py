@@ -23,12 +23,15 @@ class FaultPlan(Record, frozen=True, kw_only=True):
     ``reply:<endpoint>``; in the trainer ``gradients_ready``, ``stepped``, those of
     :mod:`steelyard.trainer.checkpoint`, and with the prefix ``publish:`` those of
     :mod:`steelyard.weights.publisher`.
+
+    ``then`` is the plan for the process that takes its place; without one that process lives.
     """
 
     process: str
     point: str
     occurrence: int = 1
     whole_run: bool = False
+    then: "FaultPlan | None" = None
 
 
 def fault_hook(plan: FaultPlan | None, process: str) -> Callable[[str], None]:

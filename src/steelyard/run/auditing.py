@@ -17,6 +17,7 @@ from steelyard.run.blob_reading import BlobReader, reading_blobs
 from steelyard.run.directory import RunDirectory
 from steelyard.run.journals import open_journal_reader
 from steelyard.run.recomputing import recomputing
+from steelyard.run.tolerances import token_tolerance
 from steelyard.run.training import advantages_of
 from steelyard.traces.ledger import read_ledger
 from steelyard.traces.shared_ledger import SharedLedger
@@ -52,7 +53,7 @@ def audit_run_deeply(directory: RunDirectory, *, seed: int, num_attempts: int) -
             recompute=recompute,
             rng=random.Random(seed),
             num_attempts=num_attempts,
-            tolerance=config.inference.probe_tolerance,
+            tolerance=token_tolerance(config),
         )
         return audit(_stores(directory, config, blobs), deep)
 

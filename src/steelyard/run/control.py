@@ -178,7 +178,7 @@ class Control:
         description = describe_run(config, base.environment, directory)
         async with RolloutSide(config, base.environment, base.children, context.news, keys) as rollouts:
             trainer, engines = await self._start_children()
-            router = Router(engines)
+            router = Router(engines, base.clock, counters=counters)
             fleet = self._fleet(router)
             await fleet.begin()
             versions = self._keeper(trainer, fleet)
@@ -203,7 +203,9 @@ class Control:
         names = [f"replica-{index}" for index in range(config.resources.rollout_gpus)]
         async with task_group() as group:
             trainer = group.create_task(self._trainers.start())
-            replicas = [group.create_task(children.start_replica(index)) for index in range(len(names))]
+            replicas = [
+                group.create_task(children.start_replica(index, self._model_dir())) for index in range(len(names))
+            ]
         return trainer.result(), dict(zip(names, (task.result() for task in replicas), strict=True))
 
     def _model_dir(self) -> Path:

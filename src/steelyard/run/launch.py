@@ -30,11 +30,13 @@ from steelyard.processes.faults import FaultPlan
 from steelyard.run.blob_place import check_place, with_own_folder
 from steelyard.run.control import RunContext, run_control
 from steelyard.run.directory import RunDirectory, RunLock, existing_directory, new_directory, write_config
+from steelyard.run.engines import check_engine
 from steelyard.run.evaluation import num_planned
 from steelyard.run.journals import check_journal, open_journal_reader, require_new_journal
 from steelyard.run.news import News
 from steelyard.run.policy import check_policy, prepare_policy
 from steelyard.run.scratch import scratch_folder
+from steelyard.run.tolerances import check_tolerances
 from steelyard.sandbox.function_calls import run_function_calls
 from steelyard.trainer.quick_recipe import WarmUpProgress
 
@@ -49,6 +51,8 @@ def check_environment(config: Config) -> None:
     """
     make_environment(config.environment.kind, config.environment.options, Services(run_function=run_function_calls))
     check_policy(config)
+    check_tolerances(config)
+    check_engine(config)
     check_journal(config)
 
 

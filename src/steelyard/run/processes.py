@@ -21,7 +21,9 @@ from steelyard.run.directory import RunDirectory
 from steelyard.run.recovery import StartingPoint
 from steelyard.run.replica_options import ReplicaOptions
 from steelyard.run.scorer_process import ScorerOptions
+from steelyard.run.tolerances import probe_tolerance
 from steelyard.run.trainer_options import TrainerOptions
+from steelyard.run.vllm_options import VllmReplicaOptions
 from steelyard.scoring.process import ChildGrader
 from steelyard.trainer.client import TrainerClient
 from steelyard.trainer.records import LossSettings, OptimizerSettings, TrainerSettings
@@ -67,8 +69,8 @@ class Children:
     clock: Clock
     fault: FaultPlan | None = None
     _running: dict[str, Running] = field(default_factory=dict)
+    _model_dirs: dict[str, Path] = field(default_factory=dict)
     _num_started: int = 0
-    _names: set[str] = field(default_factory=set)
 
     async def start_trainer(self, model_dir: Path, start: StartingPoint) -> TrainerClient:
         """A trainer at ``start``; takes the place of an earlier one.
@@ -103,7 +105,9 @@ class Children:
             settings=settings,
             model_dir=str(model_dir),
             weights_dir=str(self.directory.weights),
-            probe_tolerance=config.inference.probe_tolerance,
+            probe_tolerance=probe_tolerance(config),
+            weights_dtype=config.weights.dtype,
+            max_shard_bytes=config.weights.max_shard_bytes,
             checkpoint=start.checkpoint,
             checkpoint_digest=start.digest,
         )
@@ -118,22 +122,58 @@ class Children:
             ProcessDied, DeadlineExceeded: it does not come up.
         """
         await self._end(name)
-        return await self.start_replica(int(name.removeprefix("replica-")))
+        # The directory that it was started from first may have been deleted with its version.
+        model_dir = self.directory.first_version() or self._model_dirs[name]
+        return await self.start_replica(int(name.removeprefix("replica-")), model_dir)
 
-    async def start_replica(self, index: int) -> EngineClient:
-        """The local engine of rollout device ``index``."""
+    async def start_replica(self, index: int, model_dir: Path) -> EngineClient:
+        """The engine of rollout device ``index``. ``model_dir``: any directory of the policy's architecture.
+
+        Raises:
+            ProcessDied, DeadlineExceeded: it does not come up.
+        """
+        self._model_dirs[f"replica-{index}"] = model_dir
         config = self.config
-        options = ReplicaOptions(
+        if config.inference.engine == "vllm":
+            running = await self._start(
+                "steelyard.run.vllm_replica_process",
+                self._vllm_options(index, model_dir),
+                start_deadline_s=config.inference.vllm.start_deadline_s,
+            )
+        else:
+            running = await self._start("steelyard.run.replica_process", self._local_options(index))
+        return EngineClient(running.client, self.clock, ClientDeadlines(load_s=config.weights.load_deadline_s))
+
+    def _local_options(self, index: int) -> ReplicaOptions:
+        config = self.config
+        return ReplicaOptions(
             **self._common(f"replica-{index}", core=index),
             max_running=config.inference.max_running,
             row_tokens=config.model.max_context_tokens,
             kv_tokens=config.inference.kv_tokens,
             prefill_chunk_tokens=config.inference.prefill_chunk_tokens,
             max_versions=config.admission.max_policy_lag + 2,
-            probe_tolerance=config.inference.probe_tolerance,
+            probe_tolerance=probe_tolerance(config),
         )
-        running = await self._start("steelyard.run.replica_process", options)
-        return EngineClient(running.client, self.clock, ClientDeadlines(load_s=config.weights.load_deadline_s))
+
+    def _vllm_options(self, index: int, model_dir: Path) -> VllmReplicaOptions:
+        config, vllm = self.config, self.config.inference.vllm
+        return VllmReplicaOptions(
+            **self._common(f"replica-{index}", core=index),
+            python=str(Path(vllm.python).absolute()),
+            url=vllm.url,
+            model_dir=str(model_dir.absolute()),
+            dtype=config.weights.dtype,
+            log_path=str(self.directory.process_logs / f"replica-{index}.vllm.log"),
+            max_model_len=config.model.max_context_tokens,
+            max_running=config.inference.max_running,
+            kv_cache_bytes=vllm.kv_cache_bytes,
+            extra_args=vllm.extra_args,
+            probe_tolerance=probe_tolerance(config),
+            start_deadline_s=vllm.start_deadline_s,
+            load_deadline_s=config.weights.load_deadline_s,
+            stop_deadline_s=config.runtime.stop_deadline_s,
+        )
 
     async def start_scorer(self, name: str) -> ChildGrader:
         """A grader process for the pool, which watches and kills it itself."""
@@ -179,10 +219,11 @@ class Children:
         """End all children, at once."""
         await asyncio.gather(*(self._end(name) for name in tuple(self._running)))
 
-    async def _start(self, module: str, options: ChildOptions) -> Running:
+    async def _start(self, module: str, options: ChildOptions, start_deadline_s: float | None = None) -> Running:
+        deadline_s = self.config.runtime.start_deadline_s if start_deadline_s is None else start_deadline_s
         child = await start_child(module, options, log_folder=self.directory.process_logs)
         try:
-            client = await child.connect(Path(options.socket_path), self.config.runtime.start_deadline_s)
+            client = await child.connect(Path(options.socket_path), deadline_s)
         except BaseException:
             await child.stop(self.config.runtime.stop_deadline_s)
             raise
@@ -197,11 +238,12 @@ class Children:
     def _common(self, name: str, *, core: int | None) -> _Common:
         """Each start gets a socket of its own, so that nobody connects to a process that is going away.
 
-        A fault is for the first process of its name: the one that takes its place is to live.
+        A fault is for one process: the next of its name has the plan that follows, or none.
         """
         self._num_started += 1
-        fault = None if name in self._names else self.fault
-        self._names.add(name)
+        fault = self.fault
+        if fault is not None and fault.process == name:
+            self.fault = fault.then
         return {
             "name": name,
             "socket_path": str(self.sockets / f"{name}-{self._num_started}.sock"),

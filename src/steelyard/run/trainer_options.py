@@ -11,5 +11,7 @@ class TrainerOptions(ChildOptions, frozen=True, kw_only=True):
     model_dir: str
     weights_dir: str
     probe_tolerance: float
+    weights_dtype: str = "float32"
+    max_shard_bytes: int = 4 << 30
     checkpoint: str | None = None
     checkpoint_digest: str | None = None

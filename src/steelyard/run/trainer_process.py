@@ -20,6 +20,8 @@ async def serve(options: TrainerOptions, stop: asyncio.Event) -> None:
         Path(options.weights_dir),
         checkpoint or model_dir,
         options.probe_tolerance,
+        dtype=options.weights_dtype,
+        max_shard_bytes=options.max_shard_bytes,
         fault=lambda point: fault(f"publish:{point}"),
     )
     trainer = await Trainer.open(

@@ -28,6 +28,7 @@ from steelyard.errors import IntegrityError
 from steelyard.observe.rows import StepRow
 from steelyard.run.step_statistics import BatchNumbers, batch_numbers
 from steelyard.run.stores import Stores
+from steelyard.run.tolerances import mismatch_bound
 from steelyard.run.versions import VersionKeeper
 from steelyard.trainer.client import TrainerClient
 from steelyard.trainer.records import CheckpointRequest, TrainRequest
@@ -244,6 +245,10 @@ class TrainingLoop:
             load_s=load_s,
             checkpoint_s=checkpoint_s,
             wall_s=wall_s,
+            engine=self._config.inference.engine,
+            mismatch=report.mismatch,
+            policy_change=report.policy_change,
+            mismatch_bound=mismatch_bound(self._config),
         )
 
 

@@ -37,9 +37,13 @@ class FakeEngine:
         vocab_size: seeded tokens lie below it.
         script: the tokens to answer with, by request; without one they are drawn from seed and prompt.
         failure: raised by every call while it is set, as by a dead replica.
+        kv_tokens: the KV that it says it has room for; 0 says nothing.
         is_holding: while set, requests wait until :meth:`let_go`, an abort or their cancellation.
 
-    ``requests``, ``aborted``, ``released`` and ``loaded_dirs`` show what was asked of it.
+        is_streaming_first: tokens are streamed before the request is held, and not after.
+
+    ``requests``, ``aborted``, ``released`` and ``loaded_dirs`` show what was asked of it, ``num_failed`` how many calls
+    met ``failure``.
     """
 
     clock: Clock
@@ -47,13 +51,16 @@ class FakeEngine:
     vocab_size: int = 256
     script: Script | None = None
     failure: SteelyardError | None = None
+    kv_tokens: int = 0
     is_holding: bool = False
+    is_streaming_first: bool = False
     is_paused: bool = False
     requests: list[GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     loaded_dirs: dict[int, str] = field(default_factory=dict)
     _open: dict[str, asyncio.Event] = field(default_factory=dict)
+    num_failed: int = 0
     _num_tokens: int = 0
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
@@ -64,14 +71,15 @@ class FakeEngine:
         tokens, reason = self._tokens_for(request)
         if self.clock.now_s() >= request.deadline_at_s:
             return self._result(request, (), FinishReason.QUEUE_TIMEOUT, first)
+        if self.is_streaming_first:
+            self._stream(request, tokens, on_tokens)
         if self.is_holding or self.is_paused:
             await self._hold(request.request_id)
             self._fail()
         if request.request_id in self.aborted:
             return self._result(request, (), FinishReason.CANCELLED, first)
-        if request.stream and on_tokens is not None:
-            for token_id in tokens:
-                on_tokens(TokenChunk(request_id=request.request_id, token_ids=(token_id,)))
+        if not self.is_streaming_first:
+            self._stream(request, tokens, on_tokens)
         self._num_tokens += len(tokens)
         return self._result(request, tokens, reason, first)
 
@@ -146,7 +154,7 @@ class FakeEngine:
             num_running=len(self._open),
             num_waiting=0,
             kv_tokens_in_use=0,
-            kv_tokens_capacity=0,
+            kv_tokens_capacity=self.kv_tokens,
             prefill_tokens=sum(len(request.prompt_token_ids) for request in self.requests),
             decode_tokens=self._num_tokens,
             cached_tokens=0,
@@ -172,8 +180,14 @@ class FakeEngine:
         finally:
             del self._open[request_id]
 
+    def _stream(self, request: GenerateRequest, tokens: Sequence[int], on_tokens: OnTokens | None) -> None:
+        if request.stream and on_tokens is not None:
+            for token_id in tokens:
+                on_tokens(TokenChunk(request_id=request.request_id, token_ids=(token_id,)))
+
     def _fail(self) -> None:
         if self.failure is not None:
+            self.num_failed += 1
             raise self.failure
 
     def _tokens_for(self, request: GenerateRequest) -> tuple[tuple[int, ...], FinishReason]:

@@ -125,7 +125,7 @@ class RigFleet:
         names = [f"replica-{index}" for index in range(num_replicas)]
         self.rig = rig
         self.processes = RigProcesses(rig, names, max_versions)
-        self.router = Router(self.processes.engines)
+        self.router = Router(self.processes.engines, rig.clock)
         store = VersionStore(root)
         self.fleet = Fleet(
             rig.coordinator,

@@ -13,6 +13,7 @@ from steelyard.gateway.app import GatewayServer, HttpLimits
 from steelyard.gateway.attempts import AttemptEndpoint, AttemptLimits, HeldAttempts
 from steelyard.gateway.capability import KeyRing
 from steelyard.gateway.codec import TokenCodec
+from steelyard.gateway.engine_call import Generator
 from steelyard.gateway.recorder import Recorder
 from steelyard.gateway.renderer import Renderer
 from steelyard.gateway.service import Gateway, GatewayLimits
@@ -165,6 +166,7 @@ class GatewayWorld:
     """A gateway over ``directory`` with one live attempt, :data:`ATTEMPT`; all parts are attributes.
 
     Args:
+        engine: answers in the place of the script.
         bindings: of other live attempts than that one, all held by :data:`HOLDER`.
         live: knows the live attempts in their place.
     """
@@ -174,6 +176,7 @@ class GatewayWorld:
         directory: Path,
         script: Sequence[Say | str] = (),
         *,
+        engine: Generator | None = None,
         template: str | None = None,
         bindings: dict[str, AttemptBinding] | None = None,
         live: HeldAttempts | None = None,
@@ -196,7 +199,7 @@ class GatewayWorld:
         ids = SeededIds(0)
         self.gateway = Gateway(
             self.renderer,
-            self.generator,
+            engine or self.generator,
             self.recorder,
             known,
             ids=ids,

@@ -19,6 +19,7 @@ from steelyard.observe.rows import (
     StepRow,
     TokenBook,
 )
+from steelyard.types import LogRatios
 
 START_S = 1_790_000_000.0
 """When sample runs start, in seconds since the Unix epoch."""
@@ -73,6 +74,24 @@ def make_step(step: int = 0, *, at_s: float = START_S, max_steps: int = 60, seed
         load_s=parts_s["load"],
         checkpoint_s=parts_s["checkpoint"],
         wall_s=wait_s + late_s + train_s + sum(parts_s.values()) + 0.12,
+        engine="local",
+        mismatch=make_log_ratios(rng, loss_tokens // 2, 4e-6),
+        policy_change=make_log_ratios(rng, loss_tokens - loss_tokens // 2, 0.02) if step else None,
+        mismatch_bound=1e-3,
+    )
+
+
+def make_log_ratios(rng: random.Random, num_tokens: int, size: float) -> LogRatios:
+    """Figures of a plausible shape whose median is about ``size`` nats."""
+    size *= 1 + 0.2 * rng.random()
+    return LogRatios(
+        num_tokens=num_tokens,
+        abs_p01=size / 60,
+        abs_p50=size,
+        abs_p99=5 * size,
+        abs_max=9 * size,
+        kl_k1=rng.gauss(0, size / 50),
+        kl_k3=size * size,
     )
 
 

@@ -382,7 +382,7 @@ def make_manifest(version: int, step: int, parent_version: int | None, salt: str
         tokenizer_digest="tokenizer",
         template_digest="template",
         dtype="float32",
-        probe=Probe(sequences=(), logprobs=(), separates_parent=True),
+        probe=Probe(sequences=(), logprobs=(), separates_parent=version % 2 == 1),
     )
 
 

@@ -13,7 +13,7 @@ behaviour samples ("k3", http://joschu.net/blog/kl-approx.html); :math:`\beta` k
 sampled. H is the entropy of the present distribution.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,18 +25,23 @@ class TokenBatch:
     """The sampled tokens of one micro-batch: tensors of one length N.
 
     ``targets`` int64, the sampled ids; ``behaviour`` float32, their recorded log-probabilities; ``advantages`` and
-    ``temperatures`` float32.
+    ``temperatures`` float32; ``is_current`` bool, whether they were sampled from the weights of the gradient.
     """
 
     targets: torch.Tensor
     behaviour: torch.Tensor
     advantages: torch.Tensor
     temperatures: torch.Tensor
+    is_current: torch.Tensor
 
 
 @dataclass
 class LossSums:
-    """Sums over tokens, added up over micro-batches. ``ratio_max`` is a maximum."""
+    """Sums over tokens, added up over micro-batches. ``ratio_max`` is a maximum.
+
+    ``current_log_ratios`` and ``older_log_ratios`` hold every token's log r, of the tokens of current and of older
+    weights.
+    """
 
     num_tokens: int = 0
     loss: float = 0.0
@@ -45,6 +50,8 @@ class LossSums:
     ratio_max: float = 0.0
     num_clipped: int = 0
     entropy: float = 0.0
+    current_log_ratios: list[torch.Tensor] = field(default_factory=list)
+    older_log_ratios: list[torch.Tensor] = field(default_factory=list)
 
     def add(self, other: "LossSums") -> None:
         """Add the sums of another micro-batch."""
@@ -55,6 +62,8 @@ class LossSums:
         self.ratio_max = max(self.ratio_max, other.ratio_max)
         self.num_clipped += other.num_clipped
         self.entropy += other.entropy
+        self.current_log_ratios += other.current_log_ratios
+        self.older_log_ratios += other.older_log_ratios
 
 
 def token_logprobs(
@@ -106,6 +115,8 @@ def policy_loss(
             ratio_max=float(ratio.max()),
             num_clipped=int((up | down).sum()),
             entropy=float(entropy.sum()),
+            current_log_ratios=[log_ratio[tokens.is_current]],
+            older_log_ratios=[log_ratio[~tokens.is_current]],
         )
     return loss, sums
 

@@ -52,7 +52,7 @@ def accumulate_gradients(module: torch.nn.Module, batch: StepBatch, settings: Lo
     skip_zero = settings.kl_coef == 0.0 and settings.entropy_coef == 0.0
     sums = StepSums(loss=LossSums())
     for micro_batch in batch.micro_batches:
-        rows = read_rows(micro_batch, sums, skip_zero_advantage=skip_zero)
+        rows = read_rows(micro_batch, sums, batch.parent_version, skip_zero_advantage=skip_zero)
         if rows is None:
             continue
         logits = logits_at(module, rows.token_ids, rows.positions)
@@ -67,12 +67,15 @@ def accumulate_gradients(module: torch.nn.Module, batch: StepBatch, settings: Lo
     return sums
 
 
-def read_rows(micro_batch: MicroBatch, sums: StepSums, *, skip_zero_advantage: bool) -> Rows | None:
+def read_rows(
+    micro_batch: MicroBatch, sums: StepSums, parent_version: int, *, skip_zero_advantage: bool
+) -> Rows | None:
     """The rows to compute, trimmed to their longest; None where none is left. Counts all rows in ``sums``."""
     shape = (micro_batch.num_rows, micro_batch.num_columns)
     token_ids = _array(micro_batch.token_ids, "<i4", shape, "token_ids")
     loss_mask = _array(micro_batch.loss_mask, "u1", shape, "loss_mask") != 0
     behaviour = _array(micro_batch.logprobs, "<f4", shape, "logprobs")
+    versions = _array(micro_batch.versions, "<i4", shape, "versions")
     advantages = _array(micro_batch.advantages, "<f4", shape[:1], "advantages")
     temperatures = _array(micro_batch.temperatures, "<f4", shape[:1], "temperatures")
     num_tokens = _array(micro_batch.num_tokens, "<i4", shape[:1], "num_tokens")
@@ -88,7 +91,9 @@ def read_rows(micro_batch: MicroBatch, sums: StepSums, *, skip_zero_advantage: b
     if not keep.any():
         return None
     num_columns = int(num_tokens[keep].max())
-    token_ids, loss_mask, behaviour = (a[keep, :num_columns] for a in (token_ids, loss_mask, behaviour))
+    token_ids, loss_mask, behaviour, versions = (
+        array[keep, :num_columns] for array in (token_ids, loss_mask, behaviour, versions)
+    )
     row_of, column_of = np.nonzero(loss_mask)
     return Rows(
         token_ids=torch.from_numpy(token_ids.astype(np.int64)),
@@ -98,6 +103,7 @@ def read_rows(micro_batch: MicroBatch, sums: StepSums, *, skip_zero_advantage: b
             behaviour=torch.from_numpy(behaviour[row_of, column_of]),
             advantages=torch.from_numpy(advantages[keep][row_of]),
             temperatures=torch.from_numpy(temperatures[keep][row_of]),
+            is_current=torch.from_numpy(versions[row_of, column_of] == parent_version),
         ),
         num_tokens=int(num_tokens[keep].sum()),
     )

@@ -34,6 +34,7 @@ from steelyard.trainer.checkpoint import (
     restore,
     write_checkpoint,
 )
+from steelyard.trainer.mismatch import log_ratio_figures
 from steelyard.trainer.model import load_model
 from steelyard.trainer.optim import apply_step, learning_rate, make_optimizer
 from steelyard.trainer.records import (
@@ -275,4 +276,6 @@ def _report(sums: StepSums, *, step: int, version: int, grad_norm: float, rate: 
         num_skipped_samples=sums.num_skipped_rows,
         num_skipped_tokens=sums.num_skipped_tokens,
         duration_s=duration_s,
+        mismatch=log_ratio_figures(sums.loss.current_log_ratios),
+        policy_change=log_ratio_figures(sums.loss.older_log_ratios),
     )

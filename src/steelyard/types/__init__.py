@@ -25,7 +25,7 @@ from steelyard.types.sandbox import CallResult, CallStatus, SandboxCall, Sandbox
 from steelyard.types.scoring import Score, ScoreJob, Verdict
 from steelyard.types.tasks import Message, Sampling, Task, TaskRef, ToolCall, ToolSpec
 from steelyard.types.traces import SealedTrace, ToolRecord, Trace, Turn
-from steelyard.types.training import MicroBatch, StepBatch, StepReport, TrainingSample
+from steelyard.types.training import LogRatios, MicroBatch, StepBatch, StepReport, TrainingSample
 from steelyard.types.weights import FileDigest, LoadProof, Manifest, ParameterDigest, Probe
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "GenerateResult",
     "Lease",
     "LoadProof",
+    "LogRatios",
     "Manifest",
     "Message",
     "MicroBatch",

@@ -101,7 +101,11 @@ class TokenChunk(Record, frozen=True, kw_only=True):
 
 
 class EngineStats(Record, frozen=True, kw_only=True):
-    """A replica at one instant. Token counters only grow."""
+    """A replica at one instant. Counters only grow.
+
+    ``prefill_tokens`` were computed, ``cached_tokens`` of prompts need not be, because their KV was there.
+    ``num_evicted`` running requests gave up their KV, ``evicted_tokens`` in all, to compute it again later.
+    """
 
     replica_id: str
     num_running: int
@@ -113,3 +117,5 @@ class EngineStats(Record, frozen=True, kw_only=True):
     cached_tokens: int
     busy_s: float
     versions: tuple[int, ...]
+    num_evicted: int = 0
+    evicted_tokens: int = 0

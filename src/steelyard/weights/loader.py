@@ -12,16 +12,10 @@ from transformers.utils import logging as transformers_logging
 
 from steelyard.errors import IntegrityError
 from steelyard.types import Manifest
-from steelyard.weights.manifest import (
-    check_files,
-    check_same_parameters,
-    model_config_digest,
-    read_manifest,
-    template_digest,
-    tokenizer_digest,
-    weights_digest,
-)
+from steelyard.weights.compatibility import Compatibility
+from steelyard.weights.manifest import check_same_parameters, weights_digest
 from steelyard.weights.parameters import parameter_digests, published_tensors
+from steelyard.weights.reader import VersionReader
 
 transformers_logging.disable_progress_bar()
 
@@ -37,30 +31,11 @@ class LoadedVersion:
     manifest: Manifest
 
 
-@dataclass(frozen=True)
-class Compatibility:
-    """What every version of a run must share with its starting policy, as digests."""
-
-    model_config_digest: str
-    tokenizer_digest: str
-    template_digest: str
-
-    @classmethod
-    def of_directory(cls, directory: Path) -> "Compatibility":
-        """Read them from a Hugging Face directory (the starting policy, or any version)."""
-        return cls(model_config_digest(directory), tokenizer_digest(directory), template_digest(directory))
-
-    @classmethod
-    def of_manifest(cls, manifest: Manifest) -> "Compatibility":
-        """Read them from a manifest."""
-        return cls(manifest.model_config_digest, manifest.tokenizer_digest, manifest.template_digest)
-
-
 class VersionLoader:
     """Loads versions that fit ``expected``; None takes the first version that is loaded as the measure."""
 
     def __init__(self, expected: Compatibility | None = None) -> None:
-        self._expected = expected
+        self._reader = VersionReader(expected)
 
     def load(self, version_dir: str | Path) -> LoadedVersion:
         """Verify the files, build the module and compare every parameter in memory with the manifest.
@@ -69,11 +44,8 @@ class VersionLoader:
             IntegrityError: names the file, config, tokenizer, template or parameter that is not what was published,
                 or not what the run started with.
         """
-        directory = Path(version_dir)
-        manifest = read_manifest(directory)
-        check_files(directory, manifest)
-        self._check_compatible(directory, manifest)
-        module = _build(directory, manifest)
+        manifest = self._reader.read(str(version_dir))
+        module = build_module(Path(version_dir), manifest)
         check_same_parameters(manifest, parameter_digests(published_tensors(module)), "memory")
         return LoadedVersion(module=module, manifest=manifest)
 
@@ -81,26 +53,13 @@ class VersionLoader:
         """Digest of the parameters as they stand in memory now; comparable to ``Manifest.weights_digest``."""
         return weights_digest(parameter_digests(published_tensors(module)))
 
-    def _check_compatible(self, directory: Path, manifest: Manifest) -> None:
-        """The files agree with the manifest by digest already; here the manifest must agree with itself and the run."""
-        actual = Compatibility.of_directory(directory)
-        _check_equal(manifest.version, "the manifest", Compatibility.of_manifest(manifest), actual)
-        if self._expected is None:
-            self._expected = actual
-        _check_equal(manifest.version, "the run", self._expected, actual)
 
+def build_module(directory: Path, manifest: Manifest) -> torch.nn.Module:
+    """The decoder in ``directory``, in eval mode and in the manifest's dtype; nothing is compared with the manifest.
 
-def _check_equal(version: int, owner: str, expected: Compatibility, actual: Compatibility) -> None:
-    for what, wanted, got in (
-        ("model config", expected.model_config_digest, actual.model_config_digest),
-        ("tokenizer", expected.tokenizer_digest, actual.tokenizer_digest),
-        ("chat template", expected.template_digest, actual.template_digest),
-    ):
-        if wanted != got:
-            raise IntegrityError(f"version {version}: its {what} must be that of {owner} ({wanted}), got {got}")
-
-
-def _build(directory: Path, manifest: Manifest) -> torch.nn.Module:
+    Raises:
+        IntegrityError: the directory does not load as a decoder.
+    """
     try:
         with _BUILDING:
             module: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(

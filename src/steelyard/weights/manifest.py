@@ -17,7 +17,6 @@ from steelyard.types import FileDigest, Manifest, ParameterDigest
 MANIFEST_NAME = "manifest.json"
 CONFIG_NAME = "config.json"
 TEMPLATE_NAME = "chat_template.jinja"
-WEIGHTS_NAME = "model.safetensors"
 TOKENIZER_NAMES = (
     "added_tokens.json",
     "merges.txt",

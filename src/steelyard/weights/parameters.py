@@ -1,4 +1,4 @@
-"""The tensors of a decoder that make up a version, and their digests as they stand in memory."""
+"""The tensors of a decoder that make up a version, in the dtype that is published, and their digests in memory."""
 
 import torch
 
@@ -19,6 +19,11 @@ def published_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def cast_tensors(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Floating-point tensors in ``dtype``, rounded to nearest; the others, and those that have it, as they are."""
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+
+
 def parameter_digests(tensors: dict[str, torch.Tensor]) -> tuple[ParameterDigest, ...]:
     """Digest of each tensor over its contiguous bytes in its own dtype, in the given order."""
     return tuple(
@@ -30,6 +35,12 @@ def parameter_digests(tensors: dict[str, torch.Tensor]) -> tuple[ParameterDigest
 def dtype_name(dtype: torch.dtype) -> str:
     """``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """``torch.float32`` for ``float32``."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _digest(tensor: torch.Tensor) -> str:

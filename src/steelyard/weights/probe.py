@@ -1,6 +1,7 @@
 """The probe: fixed token sequences and the log-probabilities that the trainer itself gives their tokens."""
 
 import random
+from typing import Any
 
 import torch
 
@@ -22,15 +23,25 @@ def probe_sequences(vocab_size: int, seed: int = 0) -> tuple[tuple[int, ...], ..
 
 
 @torch.no_grad()
-def probe_logprobs(module: torch.nn.Module, sequences: tuple[tuple[int, ...], ...]) -> tuple[tuple[float, ...], ...]:
+def probe_logprobs(
+    module: torch.nn.Module,
+    sequences: tuple[tuple[int, ...], ...],
+    tensors: dict[str, torch.Tensor] | None = None,
+) -> tuple[tuple[float, ...], ...]:
     """Log-probability at temperature 1 of each token after the first, for sequences of one length.
+
+    Args:
+        tensors: parameters by name that stand in for the module's own during this pass, tied ones once.
 
     Returns:
         For sequence i of length L, L - 1 numbers.
     """
     device = next(module.parameters()).device
     token_ids = torch.tensor(sequences, dtype=torch.int64, device=device)
-    logits = module(input_ids=token_ids, use_cache=False).logits[:, :-1].float()
+    inputs = {"input_ids": token_ids, "use_cache": False}
+    # Not a copy moved to another dtype: that would also round the buffers that a load leaves in float32.
+    output: Any = torch.func.functional_call(module, tensors or {}, kwargs=inputs)
+    logits = output.logits[:, :-1].float()
     chosen = logits.log_softmax(-1).gather(-1, token_ids[:, 1:, None]).squeeze(-1)
     return tuple(tuple(row) for row in chosen.tolist())
 

@@ -6,6 +6,7 @@
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from steelyard.weights.manifest import (
     COMPANION_NAMES,
     CONFIG_NAME,
     MANIFEST_NAME,
-    WEIGHTS_NAME,
     encode_manifest,
     file_digest,
     model_config_digest,
@@ -39,8 +39,15 @@ from steelyard.weights.manifest import (
     version_dir_name,
     weights_digest,
 )
-from steelyard.weights.parameters import dtype_name, parameter_digests, published_tensors
+from steelyard.weights.parameters import (
+    cast_tensors,
+    dtype_name,
+    dtype_named,
+    parameter_digests,
+    published_tensors,
+)
 from steelyard.weights.probe import probe_logprobs, probe_sequences, separates
+from steelyard.weights.shards import INDEX_NAME, encode_index, plan_shards
 
 FAULT_POINTS = ("begun", "weights_written", "files_linked", "manifest_written", "before_rename", "renamed", "published")
 
@@ -52,15 +59,28 @@ class VersionPublisher:
         root: the ``weights/`` directory of the run.
         model_dir: Hugging Face directory that the run started from (or a checkpoint, which holds the same files).
         probe_tolerance: by how much a replica's log-probabilities may differ, in nats.
+        dtype: what is published: the module's weights, cast to it.
+        max_shard_bytes: largest file of weights, in bytes of tensor data; a larger tensor is a file by itself.
         fault: called with each of ``FAULT_POINTS``, in order; tests kill the process there.
 
     Raises:
         IntegrityError: ``model_dir`` has no config.json that can be read.
     """
 
-    def __init__(self, root: Path, model_dir: Path, probe_tolerance: float, fault: FaultHook = no_fault) -> None:
+    def __init__(
+        self,
+        root: Path,
+        model_dir: Path,
+        probe_tolerance: float,
+        *,
+        dtype: str = "float32",
+        max_shard_bytes: int = 4 << 30,
+        fault: FaultHook = no_fault,
+    ) -> None:
         self._root = root
         self._probe_tolerance = probe_tolerance
+        self._dtype = dtype_named(dtype)
+        self._max_shard_bytes = max_shard_bytes
         self._fault = fault
         # Read now: a checkpoint that the run was resumed from is deleted while the run goes on.
         self._config = _published_config(model_dir)
@@ -69,8 +89,11 @@ class VersionPublisher:
         }
 
     def weights_digest(self, module: torch.nn.Module) -> str:
-        """Digest of the weights in memory; equals ``Manifest.weights_digest`` of a version published from them."""
-        return weights_digest(parameter_digests(published_tensors(module)))
+        """Digest of the weights in memory, cast; equals ``Manifest.weights_digest`` of a version published from them.
+
+        Weights that differ by less than the cast keeps have one digest.
+        """
+        return weights_digest(parameter_digests(self._tensors(module)))
 
     def publish(self, module: torch.nn.Module, *, version: int, step: int, parent_version: int | None) -> Manifest:
         """Publish the module's weights as ``version``.
@@ -79,21 +102,22 @@ class VersionPublisher:
         that publication can be repeated after a crash.
 
         Raises:
-            IntegrityError: the version is already published with other weights; ids are never reused.
+            IntegrityError: the version is already published with other weights (ids are never reused), or the cast
+                weights give no finite log-probabilities.
             StorageFailed: the disk refused; no version appears.
         """
-        tensors = published_tensors(module)
+        tensors = self._tensors(module)
         parameters = parameter_digests(tensors)
         final = self._root / version_dir_name(version)
         if final.exists():
             return _published_before(final, parameters)
-        probe = self._probe(module, parent_version)
+        probe = self._probe(module, tensors, version, parent_version)
         with storage_errors(f"version {version}"):
             temporary = new_temporary(final)
             self._fault("begun")
-            files = [self._write_weights(temporary, tensors)]
+            files = self._write_weights(temporary, tensors)
             self._fault("weights_written")
-            files += self._write_companions(temporary, dtype_name(next(iter(tensors.values())).dtype), parent_version)
+            files += self._write_companions(temporary, parent_version)
             self._fault("files_linked")
             manifest = Manifest(
                 version=version,
@@ -105,7 +129,7 @@ class VersionPublisher:
                 model_config_digest=model_config_digest(temporary),
                 tokenizer_digest=tokenizer_digest(temporary),
                 template_digest=template_digest(temporary),
-                dtype=parameters[0].dtype,
+                dtype=dtype_name(self._dtype),
                 probe=probe,
             )
             write_durably(temporary / MANIFEST_NAME, encode_manifest(manifest))
@@ -114,31 +138,48 @@ class VersionPublisher:
             self._fault("published")
         return manifest
 
-    def _write_weights(self, directory: Path, tensors: dict[str, torch.Tensor]) -> FileDigest:
-        contiguous = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        data = safetensors.torch.save(contiguous, metadata={"format": "pt"})
-        write_durably(directory / WEIGHTS_NAME, data)
-        return FileDigest(name=WEIGHTS_NAME, num_bytes=len(data), digest=digest_bytes(data))
+    def _tensors(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        return cast_tensors(published_tensors(module), self._dtype)
 
-    def _write_companions(self, directory: Path, dtype: str, parent_version: int | None) -> list[FileDigest]:
+    def _write_weights(self, directory: Path, tensors: dict[str, torch.Tensor]) -> list[FileDigest]:
+        sizes_bytes = {name: tensor.nbytes for name, tensor in tensors.items()}
+        shards = plan_shards(sizes_bytes, self._max_shard_bytes)
+        files = []
+        for shard in shards:
+            contiguous = {name: tensors[name].cpu().contiguous() for name in shard.tensor_names}
+            data = safetensors.torch.save(contiguous, metadata={"format": "pt"})
+            files.append(_write_file(directory / shard.name, data))
+        if len(shards) > 1:
+            files.append(_write_file(directory / INDEX_NAME, encode_index(shards, sizes_bytes)))
+        return files
+
+    def _write_companions(self, directory: Path, parent_version: int | None) -> list[FileDigest]:
         """config.json with the dtype of what is published, and links to the files that never change.
 
         The first version copies them, so that nobody's edit of the model directory reaches into the run; later ones
         link their parent's.
         """
-        config = {**self._config, "dtype": dtype}
-        write_durably(directory / CONFIG_NAME, json.dumps(config, indent=2, sort_keys=True).encode() + b"\n")
+        config = json.dumps({**self._config, "dtype": dtype_name(self._dtype)}, indent=2, sort_keys=True).encode()
+        files = [_write_file(directory / CONFIG_NAME, config + b"\n")]
         parent = None if parent_version is None else self._root / version_dir_name(parent_version)
         for name, data in self._companions.items():
             if parent is not None and (parent / name).is_file():
                 link_or_copy(parent / name, directory / name)
             else:
                 write_durably(directory / name, data)
-        return [file_digest(path) for path in sorted(directory.iterdir()) if path.name != WEIGHTS_NAME]
+            files.append(file_digest(directory / name))
+        return files
 
-    def _probe(self, module: torch.nn.Module, parent_version: int | None) -> Probe:
+    def _probe(
+        self, module: torch.nn.Module, tensors: dict[str, torch.Tensor], version: int, parent_version: int | None
+    ) -> Probe:
         sequences = probe_sequences(self._config["vocab_size"])
-        logprobs = probe_logprobs(module, sequences)
+        logprobs = probe_logprobs(module, sequences, tensors)
+        if not all(math.isfinite(logprob) for row in logprobs for logprob in row):
+            raise IntegrityError(
+                f"version {version}: the log-probabilities of its probe must be finite, but the weights cast to "
+                f"{dtype_name(self._dtype)} give others"
+            )
         parent = None
         if parent_version is not None:
             parent = read_manifest(self._root / version_dir_name(parent_version)).probe
@@ -155,6 +196,11 @@ def _published_config(model_dir: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((model_dir / CONFIG_NAME).read_bytes())
     config.pop("torch_dtype", None)
     return config
+
+
+def _write_file(path: Path, data: bytes) -> FileDigest:
+    write_durably(path, data)
+    return FileDigest(name=path.name, num_bytes=len(data), digest=digest_bytes(data))
 
 
 def _published_before(final: Path, parameters: tuple[ParameterDigest, ...]) -> Manifest:

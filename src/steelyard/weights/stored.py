@@ -14,7 +14,7 @@ from typing import Any
 from steelyard.digests import digest_bytes
 from steelyard.errors import IntegrityError
 from steelyard.types import ParameterDigest
-from steelyard.weights.manifest import WEIGHTS_NAME
+from steelyard.weights.shards import WEIGHTS_PATTERN
 
 _LENGTH_BYTES = 8
 _DTYPES = {
@@ -24,12 +24,18 @@ _DTYPES = {
 
 
 def stored_parameters(directory: Path) -> tuple[ParameterDigest, ...]:
-    """Name, shape, dtype and digest of every parameter in a version directory, as its file holds them now.
+    """Name, shape, dtype and digest of every parameter in a version directory, as its shards hold them now.
 
     Raises:
-        IntegrityError: the file is missing or no safetensors file.
+        IntegrityError: there are no shards, or one is no safetensors file.
     """
-    path = directory / WEIGHTS_NAME
+    shards = sorted(directory.glob(WEIGHTS_PATTERN))
+    if not shards:
+        raise IntegrityError(f"{directory} must hold weights as {WEIGHTS_PATTERN}, found none")
+    return tuple(parameter for shard in shards for parameter in _in_shard(shard))
+
+
+def _in_shard(path: Path) -> tuple[ParameterDigest, ...]:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return tuple(_parameters(memoryview(data)))

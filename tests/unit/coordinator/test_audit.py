@@ -495,3 +495,20 @@ def test_an_audit_in_the_middle_of_a_run_passes_at_every_event() -> None:
         rig.memory_journal.stored, rig.memory_journal.stored_head = list(records), head
         report = rig.audit()
         assert report.is_passed, (cut, events[cut - 1], report.lines())
+
+
+def test_the_audit_says_which_loads_rest_on_the_digest_of_memory_alone() -> None:
+    report = CLEAN.audit()
+    found = next(r for r in report.invariants if r.name == "load_proofs")
+    blind = [v for v in CLEAN.stores.versions if v and not CLEAN.stores.versions[v].manifest.probe.separates_parent]
+    assert found.num_broken == 0 and blind
+    assert found.note is not None and found.note.startswith(f"the probe cannot tell {len(blind)} of ")
+    assert f"first version {min(blind)}" in found.note
+    assert any("note: the probe cannot tell" in line for line in report.lines())
+
+
+def test_a_manifest_may_not_claim_that_its_probe_sees_more() -> None:
+    run = Broken()
+    index, event = next((i, ev) for i, ev in run.events(e.VersionPublished) if ev.version == 1)
+    run.replace(index, msgspec.structs.replace(event, separates_parent=False))
+    assert "weights_stored" in run.rig.audit().broken

@@ -25,6 +25,7 @@ def info(
         version=version,
         prompt=prompt,
         projected_tokens=len(prompt) + new,
+        max_tokens=len(prompt) + new,
         chain=blocks.chain(prompt),
     )
 
@@ -140,7 +141,7 @@ def test_equal_hashes_of_different_tokens_are_told_apart() -> None:
     blocks = table()
     one = info(blocks, "one", (1, 2, 3, 4, 5))
     run(blocks, one)
-    forged = SequenceInfo("two", "two", "two", 0, (9, 9, 9, 9, 5), 6, one.chain)
+    forged = SequenceInfo("two", "two", "two", 0, (9, 9, 9, 9, 5), 6, 6, one.chain)
     assert blocks.admit(forged) == Admitted(0)
 
 

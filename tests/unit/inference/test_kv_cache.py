@@ -28,7 +28,7 @@ class Rig:
         self.layer.layer_idx = 0  # type: ignore[assignment]
 
     def admit(self, name: str) -> None:
-        info = SequenceInfo(name, name, name, 0, (hash(name) % 1000,), ROW, ())
+        info = SequenceInfo(name, name, name, 0, (hash(name) % 1000,), ROW, ROW, ())
         assert self.blocks.admit(info) == Admitted(0)
         self.keys[name] = self.values[name] = torch.empty(KV_HEADS, 0, DIM)
 

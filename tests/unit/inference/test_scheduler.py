@@ -121,6 +121,120 @@ def test_admission_goes_by_projected_tokens_not_by_requests() -> None:
     assert (one.num_running, one.num_waiting) == (2, 1)
 
 
+def taught(one: Scheduler) -> Scheduler:
+    """After many requests that asked for 16 tokens and stopped at the first."""
+    for index in range(16):
+        one.add(request_for(f"short{index}", (1,), max_tokens=16, stop=(STOP,)), 0.0)
+        step(one, token_id=STOP)
+        one.release(f"short{index}")
+    one.take_finished()
+    return one
+
+
+def test_admission_learns_what_requests_really_use() -> None:
+    one = scheduler(max_running=8, capacity=64)
+    for name in "abcd":
+        one.add(request_for(name, range(ord(name), ord(name) + 8), max_tokens=40), 0.0)
+    step(one)
+    assert (one.num_running, one.num_waiting) == (1, 3)
+    one = taught(scheduler(max_running=8, capacity=64))
+    for name in "abcd":
+        one.add(request_for(name, range(ord(name), ord(name) + 8), max_tokens=40), 0.0)
+    step(one)
+    assert (one.num_running, one.num_waiting) == (4, 0)
+
+
+def test_where_projections_were_wrong_the_youngest_is_evicted_whole_and_keeps_its_tokens() -> None:
+    one = taught(scheduler(max_running=8, chunk=64, capacity=64))
+    for name in "abcd":
+        one.add(request_for(name, range(ord(name), ord(name) + 8), max_tokens=40), 0.0)
+    # Each starts with 8 tokens, and 64 are there: with 8 more each, they are used up.
+    for _ in range(9):
+        step(one)
+    assert (one.num_running, one.num_evicted) == (4, 0)
+    step(one)
+    assert (one.num_running, one.num_waiting, one.num_evicted) == (3, 1, 1)
+    assert one.evicted_tokens == 16
+    results: dict[str, GenerateResult] = {}
+    while one.num_running + one.num_waiting:
+        step(one)
+        results.update(ended(one))
+    assert list(results) == ["a", "b", "c", "d"], "older ones end first"
+    assert {len(result.token_ids) for result in results.values()} == {40}
+    assert all(len(result.version_spans) == 1 for result in results.values())
+
+
+def test_an_evicted_request_computes_all_it_has_again_and_samples_the_next_token_at_its_place() -> None:
+    one = taught(scheduler(max_running=8, chunk=64, capacity=24))
+    one.add(request_for("old", range(8), max_tokens=16), 0.0)
+    one.add(request_for("young", range(50, 58), max_tokens=8), 0.0)
+    seen = []
+    while one.num_running + one.num_waiting:
+        seen += [item for batch in step(one) for item in batch.items if item.sequence_id == "young"]
+    first, *later = [item for item in seen if len(item.token_ids) > 1]
+    assert (first.start, len(first.token_ids)) == (0, 8)
+    (again,) = later
+    assert (again.start, again.token_ids) == (0, (*range(50, 58), *(7,) * (len(again.token_ids) - 8)))
+    ends = [item.start + len(item.token_ids) for item in seen]
+    assert ends == list(range(8, 16)), "each place is sampled once"
+
+
+def test_an_evicted_request_that_runs_out_of_time_has_a_generation_timeout() -> None:
+    one = taught(scheduler(max_running=8, capacity=24))
+    one.add(request_for("old", range(8), max_tokens=16), 0.0)
+    one.add(request_for("young", range(50, 58), max_tokens=8, deadline_at_s=10.0), 0.0)
+    one.add(request_for("never", range(70, 78), max_tokens=8, deadline_at_s=10.0), 0.0)
+    while not one.num_evicted:
+        step(one)
+    one.plan(10.0)
+    results = ended(one)
+    assert results["young"].finish_reason is FinishReason.GENERATION_TIMEOUT
+    assert len(results["young"].token_ids) > 0
+    assert results["never"].finish_reason is FinishReason.QUEUE_TIMEOUT
+
+
+def test_an_evicted_request_can_be_aborted() -> None:
+    one = taught(scheduler(max_running=8, capacity=24))
+    one.add(request_for("old", range(8), max_tokens=16), 0.0)
+    one.add(request_for("young", range(50, 58), max_tokens=8), 0.0)
+    while not one.num_evicted:
+        step(one)
+    one.abort("young", 1.0)
+    assert ended(one)["young"].finish_reason is FinishReason.CANCELLED
+    assert one.num_waiting == 0
+
+
+def test_what_is_kept_between_turns_goes_before_a_running_request_does() -> None:
+    one = taught(scheduler(max_running=8, capacity=32))
+    one.add(request_for("t1", range(11), max_tokens=1, key="talk"), 0.0)
+    step(one)
+    one.add(request_for("long", range(50, 58), max_tokens=24), 0.0)
+    while one.num_running + one.num_waiting:
+        step(one)
+    assert one.num_evicted == 0
+    one.add(request_for("t2", (*range(11), 7, 8), max_tokens=1, key="talk"), 0.0)
+    step(one)
+    assert ended(one)["t2"].num_cached_tokens == 0
+
+
+def test_a_new_conversation_waits_for_what_older_ones_keep_while_something_runs() -> None:
+    one = scheduler(max_running=8, capacity=64)
+    one.add(request_for("t1", range(30), max_tokens=1, key="talk"), 0.0)
+    step(one)
+    step(one)
+    one.add(request_for("runs", range(50, 54), max_tokens=12), 0.0)
+    step(one)
+    one.add(request_for("new", range(80, 110), max_tokens=1), 0.0)
+    step(one)
+    assert (one.num_running, one.num_waiting) == (1, 1)
+    one.add(request_for("t2", (*range(30), 7, 8), max_tokens=1, key="talk"), 0.0)
+    step(one)
+    assert ended(one)["t2"].num_cached_tokens == 30
+    while one.num_running + one.num_waiting:
+        step(one)
+    assert ended(one)["new"].finish_reason is FinishReason.LENGTH, "nothing else ran, so it pushed the older one out"
+
+
 def test_a_conversation_that_comes_back_is_admitted_before_new_ones() -> None:
     one = scheduler(max_running=1)
     one.add(request_for("t1", (1, 2, 3, 4, 5), max_tokens=1, key="talk"), 0.0)
@@ -201,10 +315,16 @@ def workloads(draw: st.DrawFn) -> list[tuple[int, GenerateRequest, str]]:
 
 
 @settings(max_examples=80, deadline=None)
-@given(jobs=workloads(), seed=st.integers(0, 1000))
-def test_every_request_ends_once_and_nothing_is_left(jobs: list[tuple[int, GenerateRequest, str]], seed: int) -> None:
-    blocks = BlockTable(num_rows=5, row_tokens=64, capacity_tokens=160, block_tokens=4)
+@given(
+    jobs=workloads(), seed=st.integers(0, 1000), is_misled=st.booleans(), capacity_tokens=st.sampled_from([48, 64, 160])
+)
+def test_every_request_ends_once_and_nothing_is_left(
+    jobs: list[tuple[int, GenerateRequest, str]], seed: int, is_misled: bool, capacity_tokens: int
+) -> None:
+    blocks = BlockTable(num_rows=5, row_tokens=64, capacity_tokens=capacity_tokens, block_tokens=4)
     one = Scheduler(blocks, max_running=3, prefill_chunk_tokens=8)
+    if is_misled:
+        taught(one)
     results: list[GenerateResult] = []
     for now in range(600):
         for arrival, request, fate in jobs:

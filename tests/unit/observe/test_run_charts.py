@@ -17,6 +17,7 @@ def test_a_whole_run_has_every_plot() -> None:
         "Success while training", "Mean reward", "Groups that teach", "Sampled tokens", "Policy lag", "Turns",
         "Time of a step", "Sampled tokens a second", "Time at work", "KV cache in use", "Prompt tokens reused",
         "Tool calls", "KL divergence", "Probability ratio", "Gradient norm", "Entropy", "Clipped tokens", "Loss",
+        "Mismatch of engine local and trainer",
     }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ def tokens(behaviour: list[float], advantages: list[float], temperature: float =
         targets=torch.tensor([2, 0]),
         behaviour=torch.tensor(behaviour),
         advantages=torch.tensor(advantages),
+        is_current=torch.ones(len(behaviour), dtype=torch.bool),
         temperatures=torch.full((2,), temperature),
     )
 

@@ -111,7 +111,7 @@ def test_a_silent_row_among_others_is_dropped_and_the_rest_trimmed() -> None:
     (micro_batch,) = build_step_batch(0, 0, [silent, loud], 100).micro_batches
     quiet = msgspec.structs.replace(micro_batch, advantages=bytes(4) + micro_batch.advantages[4:])
     sums = StepSums(loss=LossSums())
-    rows = read_rows(quiet, sums, skip_zero_advantage=True)
+    rows = read_rows(quiet, sums, 0, skip_zero_advantage=True)
     assert rows is not None
     assert rows.token_ids.tolist() == [[5, 6, 7]]
     assert rows.positions.tolist() == [0]

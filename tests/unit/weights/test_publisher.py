@@ -13,11 +13,13 @@ import torch
 
 from steelyard.errors import IntegrityError, StorageFailed
 from steelyard.testing.tiny_model import tiny_module, write_tiny_model
-from steelyard.weights.loader import Compatibility, VersionLoader
-from steelyard.weights.manifest import MANIFEST_NAME, encode_manifest, read_manifest
+from steelyard.weights.compatibility import Compatibility
+from steelyard.weights.loader import VersionLoader
+from steelyard.weights.manifest import MANIFEST_NAME, encode_manifest, read_manifest, weights_digest
 from steelyard.weights.probe import max_error, probe_logprobs
 from steelyard.weights.publisher import FAULT_POINTS, VersionPublisher
 from steelyard.weights.retention import VersionStore
+from steelyard.weights.stored import stored_parameters
 
 TOLERANCE = 1e-4
 
@@ -131,7 +133,9 @@ def test_a_publisher_killed_at_any_point_leaves_a_whole_version_or_none(
             raise Killed
 
     with pytest.raises(Killed):
-        VersionPublisher(tmp_path, model_dir, TOLERANCE, die).publish(module, version=2, step=2, parent_version=None)
+        VersionPublisher(tmp_path, model_dir, TOLERANCE, fault=die).publish(
+            module, version=2, step=2, parent_version=None
+        )
     store = VersionStore(tmp_path)
     assert store.versions() == ((2,) if point in ("renamed", "published") else ())
     store.sweep()
@@ -148,7 +152,9 @@ def test_a_full_disk_is_an_error_that_names_the_version_and_no_version_appears(
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(StorageFailed, match=r"version 2 could not be written: .*No space left"):
-        VersionPublisher(tmp_path, model_dir, TOLERANCE, fill).publish(module, version=2, step=2, parent_version=None)
+        VersionPublisher(tmp_path, model_dir, TOLERANCE, fault=fill).publish(
+            module, version=2, step=2, parent_version=None
+        )
     assert VersionStore(tmp_path).versions() == ()
 
 
@@ -228,13 +234,61 @@ def test_changing_one_weight_in_memory_changes_the_loaded_digest(
     assert loader.loaded_digest(loaded.module) != manifest.weights_digest
 
 
-def test_a_bfloat16_version_is_loaded_as_what_was_published(
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_float32_weights_are_published_in_another_dtype_with_the_log_probabilities_of_the_cast_ones(
+    tmp_path: Path, model_dir: Path, module: torch.nn.Module, dtype: str
+) -> None:
+    writer = VersionPublisher(tmp_path, model_dir, TOLERANCE, dtype=dtype)
+    manifest = writer.publish(module, version=1, step=1, parent_version=None)
+    loaded = VersionLoader().load(tmp_path / "v000001")
+    assert manifest.dtype == dtype
+    assert writer.weights_digest(module) == manifest.weights_digest
+    assert {parameter.dtype for parameter in loaded.module.parameters()} == {getattr(torch, dtype)}
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+    assert json.loads((tmp_path / "v000001" / "config.json").read_bytes())["dtype"] == dtype
+    in_memory = probe_logprobs(loaded.module, manifest.probe.sequences)
+    assert max_error(in_memory, manifest.probe.logprobs) < 1e-6
+    assert max_error(probe_logprobs(module, manifest.probe.sequences), manifest.probe.logprobs) > 1e-4
+
+
+def test_weights_that_overflow_in_the_published_dtype_are_not_published(
     tmp_path: Path, model_dir: Path, module: torch.nn.Module
 ) -> None:
-    manifest = publisher(tmp_path, model_dir).publish(module.bfloat16(), version=1, step=1, parent_version=None)
-    loaded = VersionLoader().load(tmp_path / "v000001")
-    assert manifest.dtype == "bfloat16"
-    assert {parameter.dtype for parameter in loaded.module.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        next(iter(module.parameters())).mul_(1e6)
+    writer = VersionPublisher(tmp_path, model_dir, TOLERANCE, dtype="float16")
+    with pytest.raises(IntegrityError, match=r"version 1: .* must be finite, but the weights cast to float16"):
+        writer.publish(module, version=1, step=1, parent_version=None)
+    assert not list(tmp_path.glob("v*"))
+
+
+def test_a_version_of_several_shards_is_one_that_hugging_face_reads(
+    tmp_path: Path, model_dir: Path, module: torch.nn.Module
+) -> None:
+    whole = publisher(tmp_path / "whole", model_dir).publish(module, version=1, step=1, parent_version=None)
+    writer = VersionPublisher(tmp_path, model_dir, TOLERANCE, max_shard_bytes=100_000)
+    manifest = writer.publish(module, version=1, step=1, parent_version=None)
+    directory = tmp_path / "v000001"
+    names = sorted(path.name for path in directory.glob("model*"))
+    assert len(names) > 3
+    assert names[0] == f"model-00001-of-{len(names) - 1:05d}.safetensors"
+    assert names[-1] == "model.safetensors.index.json"
+    assert set(names) < {file.name for file in manifest.files}
+    assert manifest.weights_digest == whole.weights_digest
+    assert weights_digest(stored_parameters(directory)) == whole.weights_digest
+    loader = VersionLoader()
+    assert loader.loaded_digest(loader.load(directory).module) == whole.weights_digest
+
+
+def test_a_damaged_shard_is_named(tmp_path: Path, model_dir: Path, module: torch.nn.Module) -> None:
+    writer = VersionPublisher(tmp_path, model_dir, TOLERANCE, max_shard_bytes=100_000)
+    writer.publish(module, version=1, step=1, parent_version=None)
+    shard = sorted((tmp_path / "v000001").glob("model-00002-*"))[0]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(IntegrityError, match=shard.name):
+        VersionLoader().load(tmp_path / "v000001")
 
 
 def test_a_manifest_round_trips_through_its_file(tmp_path: Path, model_dir: Path, module: torch.nn.Module) -> None:

@@ -8,9 +8,10 @@ import torch
 
 from steelyard.errors import IntegrityError
 from steelyard.testing.tiny_model import tiny_module, write_tiny_model
-from steelyard.weights.manifest import WEIGHTS_NAME, weights_digest
+from steelyard.weights.manifest import weights_digest
 from steelyard.weights.parameters import parameter_digests
 from steelyard.weights.publisher import VersionPublisher
+from steelyard.weights.shards import WEIGHTS_NAME
 from steelyard.weights.stored import stored_parameters
 
 

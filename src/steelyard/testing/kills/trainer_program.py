@@ -25,7 +25,8 @@ from steelyard.testing.kills.rollout_programs import REPLICA, store
 from steelyard.testing.run_rig import grpo_advantages, make_proof
 from steelyard.traces.sealed import SealedTraces
 from steelyard.types import FileDigest, Manifest, ParameterDigest, Probe, Sampling, TrainingSample
-from steelyard.weights.manifest import MANIFEST_NAME, WEIGHTS_NAME, encode_manifest, file_digest, weights_digest
+from steelyard.weights.manifest import MANIFEST_NAME, encode_manifest, file_digest, weights_digest
+from steelyard.weights.shards import WEIGHTS_NAME
 from steelyard.weights.stored import stored_parameters
 
 FINISH_NAME = "finish"

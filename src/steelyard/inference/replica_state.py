@@ -1,0 +1,114 @@
+"""What the router knows of one replica. No I/O."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from steelyard.inference.projection import Pace
+from steelyard.types import GenerateRequest
+
+_MIN_WEIGHT = 0.125
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """KV set aside for an open request, until when it is projected to be needed, and how many were open before it."""
+
+    kv_tokens: int
+    ends_at_s: float
+    num_open_before: int
+
+
+class ReplicaState:
+    """Health, versions and reservations of one replica.
+
+    Failures halve its ``weight``, down to zero: a replica that fails fast looks idle and would otherwise draw nearly
+    all requests. Success, also of a probe, doubles it.
+
+    Args:
+        fleet: the pace of all replicas together.
+        on_change: called when requests may fit, or be served, that did not or were not before.
+    """
+
+    def __init__(self, replica_id: str, fleet: Pace, on_change: Callable[[], None]) -> None:
+        self.replica_id = replica_id
+        self.weight = 1.0
+        self.versions: set[int] = set()
+        self.is_draining = False
+        self.capacity_tokens: int | None = None
+        self.projected_tokens = 0
+        self.last_error = ""
+        self.pace = Pace(fleet)
+        self._open: dict[str, Reservation] = {}
+        self._on_change = on_change
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are open here."""
+        return len(self._open)
+
+    def serves(self, request_id: str) -> bool:
+        """Whether a request is open here."""
+        return request_id in self._open
+
+    def can_sample(self, request: GenerateRequest) -> bool:
+        """Whether a version is held that may sample for ``request``."""
+        return self.holds(request.policy_version, follows_updates=request.follows_updates)
+
+    def holds(self, policy_version: int, *, follows_updates: bool) -> bool:
+        """Whether a version is held that may sample for attempts bound to ``policy_version``."""
+        if follows_updates:
+            return any(version >= policy_version for version in self.versions)
+        return policy_version in self.versions
+
+    def failed(self, error: str) -> None:
+        """Half the weight; zero once it is small."""
+        self.last_error = error
+        halved = self.weight / 2
+        self.weight = halved if halved >= _MIN_WEIGHT else 0.0
+        self._on_change()
+
+    def worked(self) -> None:
+        """Twice the weight, up to 1; a replica at zero starts again at the least weight."""
+        if self.weight < 1.0:
+            self.weight = min(1.0, max(_MIN_WEIGHT, self.weight * 2))
+            self._on_change()
+
+    def now_holds(self, versions: set[int]) -> None:
+        """The versions that it serves."""
+        self.versions = versions
+        self._on_change()
+
+    def now_drains(self, is_draining: bool) -> None:
+        """Whether new attempts are to go elsewhere."""
+        self.is_draining = is_draining
+        self._on_change()
+
+    def reserve(self, request_id: str, kv_tokens: int, ends_at_s: float) -> None:
+        """Set KV aside for a request that goes here now."""
+        self._open[request_id] = Reservation(kv_tokens, ends_at_s, len(self._open))
+        self.projected_tokens += kv_tokens
+
+    def free(self, request_id: str) -> float:
+        """The request has ended; how many were open beside it and with it, on the mean of begin and end."""
+        num_open = len(self._open)
+        reservation = self._open.pop(request_id)
+        self.projected_tokens -= reservation.kv_tokens
+        return (reservation.num_open_before + 1 + num_open) / 2
+
+    def room_in_s(self, kv_tokens: int, kept_tokens: int, now_s: float) -> float:
+        """Seconds until so much KV is projected to be free, by the ends of the requests that are open now."""
+        if self.capacity_tokens is None:
+            return 0.0
+        used = self.projected_tokens + kept_tokens
+        for reservation in sorted(self._open.values(), key=lambda one: one.ends_at_s):
+            if used + kv_tokens <= self.capacity_tokens:
+                return 0.0
+            used -= reservation.kv_tokens
+            if used + kv_tokens <= self.capacity_tokens:
+                return max(0.0, reservation.ends_at_s - now_s)
+        return max((one.ends_at_s - now_s for one in self._open.values()), default=0.0)
+
+    def describe(self) -> str:
+        """For messages that say why nobody serves a request."""
+        error = f", last error: {self.last_error}" if self.last_error else ""
+        return f"{self.replica_id} has weight {self.weight} and versions {sorted(self.versions)}{error}"
