@@ -94,6 +94,17 @@ class Workload(Record, frozen=True, kw_only=True):
             for place, trajectory in enumerate(group.trajectories):
                 _check(trajectory, f"workload {self.name}: groups[{index}].trajectories[{place}]")
 
+    def regrouped(self, group_size: int) -> "Workload":
+        """The same with ``group_size`` trajectories in every group: the first ones, and again from the first on."""
+        groups = tuple(
+            GroupWork(
+                task_id=group.task_id,
+                trajectories=tuple(group.trajectories[i % len(group.trajectories)] for i in range(group_size)),
+            )
+            for group in self.groups
+        )
+        return Workload(name=self.name, groups=groups)
+
     def group(self, position: int) -> GroupWork:
         """The group that is admitted at ``position``, counted from 0 without end."""
         return self.groups[position % len(self.groups)]

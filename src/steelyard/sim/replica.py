@@ -30,15 +30,19 @@ _MEMORY = 0.02
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class SimCall:
-    """One model call. ``prompt_tokens`` is the whole context; ``on_done`` is called when the last token is sampled."""
+    """One model call. ``prompt_tokens`` is the whole context; ``on_done`` is called when the last token is sampled,
+    ``on_lost`` by whoever evicts it.
+    """
 
     attempt_id: str
     prompt_tokens: int
     new_tokens: int
     on_done: Callable[[], None]
+    on_lost: Callable[[], None] | None = None
     num_sampled: int = 0
     to_prefill: int = 0
     started: int = 0
+    order: int = 0
     submitted_s: float = 0.0
     is_over: bool = False
 
@@ -97,6 +101,8 @@ class SimReplica:
         self._running_kv = 0
         self._num_steps = 0
         self._cancelled: list[SimCall] = []
+        self._updates: deque[tuple[float, Callable[[], None], bool]] = deque()
+        self._is_updating = False
         self._mean_new_tokens = 0.0
         self._order = 0
         self._span: _Span | None = None
@@ -142,6 +148,29 @@ class SimReplica:
             self._interrupt()
         else:
             self._waiting.remove(call)
+
+    def update(self, pause_s: float, on_done: Callable[[], None], *, recompute: bool) -> None:
+        """Stand still for ``pause_s`` after the step under way, while weights change; then ``on_done``, then go on.
+
+        With ``recompute`` all KV is that of other weights: running sequences compute theirs again, what is kept goes.
+        One that comes while another is under way follows it.
+        """
+        self._updates.append((pause_s, on_done, recompute))
+        self._interrupt()
+
+    def evict(self) -> tuple[SimCall, ...]:
+        """The replica is gone: every call that is open, ended without a result."""
+        open_calls = (*self._waiting, *self._running, *([self._prefilling] if self._prefilling else ()))
+        for call in open_calls:
+            call.is_over = True
+        if self._span is not None:
+            self._span.timer.cancel()
+        self._span, self._prefilling = None, None
+        self._waiting.clear()
+        self._running.clear()
+        self._kept.clear()
+        self._kept_tokens = self._running_kv = 0
+        return open_calls
 
     def release(self, attempt_id: str) -> None:
         """The attempt has ended or moved: what is kept of it goes."""
@@ -196,6 +225,7 @@ class SimReplica:
         self._running[call] = None
         self._running_kv += call.kv_tokens
         self._order += 1
+        call.order = self._order
         heapq.heappush(self._ends, (call.started + call.new_tokens, self._order, call))
 
     def _drop_cancelled(self) -> None:
@@ -215,10 +245,10 @@ class SimReplica:
 
     def _finish_ended(self) -> None:
         ended = list[SimCall]()
-        while self._ends and (self._ends[0][0] <= self._num_steps or self._ends[0][2] not in self._running):
-            ends_at, _, call = heapq.heappop(self._ends)
-            if call in self._running and ends_at == call.started + call.new_tokens:
-                ended.append(call)
+        while self._ends and (self._ends[0][0] <= self._num_steps or not self._is_current(self._ends[0])):
+            entry = heapq.heappop(self._ends)
+            if self._is_current(entry):
+                ended.append(entry[2])
         for call in ended:
             self._stop_running(call)
             call.is_over = True
@@ -226,6 +256,11 @@ class SimReplica:
             self._keep(call.attempt_id, call.kv_tokens)
         for call in ended:
             call.on_done()
+
+    def _is_current(self, entry: tuple[int, int, SimCall]) -> bool:
+        """Whether it speaks of the batch as it is: a sequence that was taken out and came back has a later entry."""
+        _, order, call = entry
+        return call in self._running and call.order == order
 
     def _keep(self, attempt_id: str, num_tokens: int) -> None:
         self.release(attempt_id)
@@ -277,7 +312,10 @@ class SimReplica:
 
     def _plan(self) -> None:
         """Begin the next span."""
-        if self._span is not None:
+        if self._span is not None or self._is_updating:
+            return
+        if self._updates:
+            self._begin_update()
             return
         self._put_back()
         self._admit()
@@ -299,11 +337,34 @@ class SimReplica:
         timer = self.kernel.after(num_steps * step_s, self._on_span_end)
         self._span = _Span(self.kernel.now_s(), step_s, num_steps, chunk, timer)
 
+    def _begin_update(self) -> None:
+        pause_s, on_done, recompute = self._updates.popleft()
+        self._is_updating = True
+
+        def end() -> None:
+            self._is_updating = False
+            if recompute:
+                self._forget_kv()
+            on_done()
+            self._plan()
+
+        self.kernel.after(pause_s, end)
+
+    def _forget_kv(self) -> None:
+        self._kept.clear()
+        self._kept_tokens = 0
+        begun = [*self._running, *([self._prefilling] if self._prefilling is not None else ())]
+        self._prefilling = None
+        for call in reversed(begun):
+            if call in self._running:
+                self._stop_running(call)
+            self._waiting.appendleft(call)
+
     def _span_steps(self, call: SimCall | None, chunk: int) -> int:
         limits = [math.ceil(call.to_prefill / chunk)] if call is not None else []
         if self._running:
             num_running = len(self._running)
-            while self._ends[0][2] not in self._running:
+            while not self._is_current(self._ends[0]):
                 heapq.heappop(self._ends)
             free = self.kv_capacity_tokens - self.kv_tokens + self._kept_tokens
             limits += [

@@ -32,6 +32,8 @@ class SimSetup(Record, frozen=True, kw_only=True):
         tool_slots: tools that can run at once; None: no limit.
         max_running: sequences in the batch of one replica.
         element_bytes: of weights and KV.
+        max_tokens: what one model call may sample at most; admission to replicas starts from it.
+        recompute_kv: KV is computed again when weights change under running sequences; else it is kept.
     """
 
     name: str
@@ -48,6 +50,8 @@ class SimSetup(Record, frozen=True, kw_only=True):
     tool_slots: int | None = None
     max_running: int = 256
     element_bytes: int = 2
+    max_tokens: int = 32_768
+    recompute_kv: bool = True
 
     def __post_init__(self) -> None:
         least = 3 if self.reward.model is not None else 2
@@ -63,6 +67,18 @@ class SimSetup(Record, frozen=True, kw_only=True):
                 raise InputError(f"{field} must be >= {low}, got {getattr(self, field)}")
         if self.tool_slots is not None and self.tool_slots < 1:
             raise InputError(f"tool_slots must be >= 1, or null for no limit, got {self.tool_slots}")
+
+        sizes = {len(group.trajectories) for group in self.workload.groups}
+        if len(sizes) != 1:
+            raise InputError(
+                f"workload {self.workload.name} must have groups of one size, got {min(sizes)} to {max(sizes)}: "
+                f"regroup it"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Rollouts of a group."""
+        return len(self.workload.groups[0].trajectories)
 
     def admitted_groups(self) -> tuple[GroupWork, ...]:
         """The groups that a run without drops trains on, in the order in which they are admitted."""
