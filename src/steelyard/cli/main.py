@@ -18,6 +18,7 @@ from steelyard.cli import (
     key,
     scorer,
     show,
+    simulate,
     sweep,
     train,
     worker,
@@ -29,6 +30,10 @@ EXIT_CHECK_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_RUN_FAILED = 3
 EXIT_INTERRUPTED = 130
+
+_COMMANDS = (
+    train, evaluate, audit, show, doctor, sweep, coordinator, key, cancel, worker, scorer, capacity, simulate,
+)  # fmt: skip
 
 _DESCRIPTION = """\
 Train LLM agents that call tools, and prove where every trained token came from.
@@ -87,6 +92,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"steelyard {__version__}")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
-    for module in (train, evaluate, audit, show, doctor, sweep, coordinator, key, cancel, worker, scorer, capacity):
+    for module in _COMMANDS:
         module.add_parser(commands)
     return parser

@@ -16,7 +16,7 @@ from steelyard.sim.kernel import Kernel
 from steelyard.sim.reward_stage import RewardStage
 from steelyard.sim.rollout_stage import RolloutStage
 from steelyard.sim.setup import SimSetup
-from steelyard.sim.train_stage import StepRecord, TrainStage
+from steelyard.sim.train_stage import StepRecord, TrainLayouts, TrainStage
 from steelyard.types.record import Record
 
 _WINDOW_STEPS = 5
@@ -78,6 +78,11 @@ class Simulation:
         broken = limits.broken_by(split)
         if broken is not None or split.total > setup.num_devices:
             raise InputError(f"{setup.name}: {broken or f'a split must use at most {setup.num_devices} devices'}")
+        least = TrainLayouts(setup).least_devices(limits.min_train)
+        if least > limits.min_train:
+            raise InputError(
+                f"{setup.name}: limits.min_train must be >= {least}, with which training fits, got {limits.min_train}"
+            )
         self._setup, self._limits, self._policy, self._policy_name = setup, limits, policy, policy_name
         self.kernel = Kernel()
         self._split = split

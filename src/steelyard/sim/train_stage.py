@@ -156,6 +156,22 @@ class TrainLayouts:
         rounded = max(1, batch.num_tokens // size) * size
         return self._best(num_devices, rounded, round(batch.pairs / batch.num_tokens), longest)
 
+    def least_devices(self, at_least: int) -> int:
+        """The least number of devices, from ``at_least`` on, into which the work's longest trajectory fits.
+
+        Raises:
+            InputError: not even all of them suffice.
+        """
+        batch = train_batch(self._setup.workload.groups)
+        for num_devices in range(at_least, self._setup.num_devices):
+            try:
+                self.best(num_devices, batch)
+            except InputError:
+                continue
+            return num_devices
+        self.best(self._setup.num_devices, batch)
+        return self._setup.num_devices
+
     def _search(self, num_devices: int, num_tokens: int, pairs_per_token: int, longest: int) -> TrainingCost:
         batch = TrainBatch(num_tokens=num_tokens, pairs=num_tokens * pairs_per_token, longest_tokens=1)
         found: TrainingCost | None = None
