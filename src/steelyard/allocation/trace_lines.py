@@ -26,7 +26,8 @@ class _Trajectory(msgspec.Struct, frozen=True):
 def read_traces(lines: Iterable[bytes], name: str, *, default_tool_s: float | None = None) -> Workload:
     """A workload of the trajectories in ``lines``, siblings together, in the order of their first one.
 
-    A turn in which nothing was sampled joins the one after it; one at the end falls away.
+    A turn in which nothing was sampled joins the one after it; one at the end falls away, and so does a trajectory that
+    ended before its first token.
 
     Args:
         name: of the workload, and for messages.
@@ -45,7 +46,7 @@ def read_traces(lines: Iterable[bytes], name: str, *, default_tool_s: float | No
             raise InputError(f"{where} must be a trajectory: {error}") from error
         turns = _turns(found.turns, where, default_tool_s)
         if not turns:
-            raise InputError(f"{where}: turns must hold at least one turn with generated_tokens >= 1, got none")
+            continue
         task_id, members = groups.setdefault(found.group_id, (found.task_id, []))
         if task_id != found.task_id:
             raise InputError(f"{where}: task_id must be {task_id}, as of the rest of its group, got {found.task_id}")

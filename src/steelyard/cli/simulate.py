@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     path = Path(options.scenario)
     scenario = _changed(read_scenario(_read_yaml(path), str(path)), options)
-    setup = make_setup(scenario, lambda part: _read_workload(part, path.parent))
+    setup = make_setup(scenario, lambda part: read_workload(part, path.parent))
     policy = make_policy(scenario.policy)
     simulation = Simulation(setup, scenario.split, make_limits(scenario), policy, scenario.policy.kind, scenario.seed)
     result = simulation.run(None if options.json or not sys.stderr.isatty() else _show_step)
@@ -71,7 +71,12 @@ def _read_yaml(path: Path) -> object:
         raise InputError(f"the scenario {path} must be YAML, got: {' '.join(str(error).split())}") from None
 
 
-def _read_workload(part: TracesPart, beside: Path) -> Workload:
+def read_workload(part: TracesPart, beside: Path) -> Workload:
+    """The traces of a scenario whose file lies in ``beside``.
+
+    Raises:
+        InputError: the file cannot be read, or is no trace.
+    """
     path = Path(part.path) if Path(part.path).is_absolute() else beside / part.path
     try:
         return read_traces(_trace_lines(path), path.name, default_tool_s=part.tool_s)

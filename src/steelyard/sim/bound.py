@@ -75,7 +75,9 @@ class _Bounds:
         self._layouts = serving_layouts(setup)
         self._groups = setup.admitted_groups()
         moving = MovingCost(setup.model, self._roofline, setup.rates, setup.element_bytes)
-        self._publish_s = moving.write_s() + min(moving.load_s(layout) for layout in self._layouts)
+        self._publish_s = moving.write_s() + min(
+            moving.load_s(layout) + moving.swap_s(layout) for layout in self._layouts
+        )
         self._train_device_s = [self._train_work_s(batch) for batch in self._batches()]
 
     def bound(self) -> Bound:

@@ -146,8 +146,12 @@ class Simulation:
     def _on_version(self, version: int) -> None:
         # Replicas that are on their way will load it when they come: nobody may be there now.
         self._written = version
-        pause_s = self._moving.load_s(self._serving, max(1, self._split.rollout // self._split.rollout_tp))
-        self._rollout.update(version, pause_s, self._train.look_soon)
+        num_replicas = max(1, self._split.rollout // self._split.rollout_tp)
+        swap_s = self._moving.swap_s(self._serving)
+        self.kernel.after(
+            self._moving.load_s(self._serving, num_replicas),
+            lambda: self._rollout.update(version, swap_s, self._train.look_soon),
+        )
 
     def _on_step(self, record: StepRecord) -> None:
         totals = self._rollout.totals()
@@ -165,20 +169,19 @@ class Simulation:
 
     def snapshot(self) -> Snapshot:
         """What a policy sees now."""
-        waiting, done = 0, 0
+        waiting = done = 0
         for group in self._coordinator.state.live_groups.values():
-            if group.state is GroupState.COMPLETE:
-                done += group.num_accepted
-            else:
-                waiting += sum(rollout.state is RolloutState.PENDING for rollout in group.rollouts)
-                done += group.num_accepted
+            waiting += sum(rollout.state is RolloutState.PENDING for rollout in group.rollouts)
+            done += group.num_accepted if group.state is GroupState.COMPLETE else 0
+        plan, _ = self._coordinator.batch()
         return Snapshot(
             at_s=self.kernel.now_s(),
             step=len(self._train.steps),
             split=self._split,
             limits=self._limits,
             rollout_queue=waiting + self._rollout.num_waiting,
-            train_backlog=done,
+            # What waits for its batch's slowest group does not wait for the trainer.
+            train_backlog=done if plan is not None else 0,
             reward_queue=self._reward.num_waiting,
             times=self._stage_times(),
             switch_s=self._moving.switch_to_rollout_s(self._serving),

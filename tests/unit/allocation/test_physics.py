@@ -179,7 +179,7 @@ def test_publication_takes_no_less_for_more_replicas(
     cost = serving(architecture, roofline, tp)
     moving = MovingCost(architecture, roofline, MovingRates())
     assert moving.publish_s(cost, num_replicas + 1) >= moving.publish_s(cost, num_replicas)
-    assert moving.switch_to_rollout_s(cost) > moving.load_s(cost)
+    assert moving.switch_to_rollout_s(cost) > moving.load_s(cost) + moving.swap_s(cost)
 
 
 def test_bytes_are_not_bits() -> None:

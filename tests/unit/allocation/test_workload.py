@@ -58,7 +58,7 @@ def test_a_call_that_sampled_nothing_joins_the_next() -> None:
     ("text", "message"),
     [
         (b"{", "w, line 1 must be a trajectory"),
-        (line(), "turns must hold at least one turn with generated_tokens >= 1, got none"),
+        (line(), "workload w must have at least one group, got none"),
         (line({**TURN, "prompt_tokens_new": -1}), r"turns\[0\].prompt_tokens_new must be >= 0, got -1"),
         (line({**TURN, "tool_latency_s": None}, TURN), r"turns\[0\].tool_latency_s must be given, or a default"),
         (line({**TURN, "tool_latency_s": -1.0}, TURN), r"turns\[0\].tool_latency_s must be finite and >= 0, got -1"),
