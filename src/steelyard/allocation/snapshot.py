@@ -107,7 +107,8 @@ class Snapshot(Record, frozen=True, kw_only=True):
         step: optimizer steps done.
         split: devices by role as they are, moves under way counted as done.
         rollout_queue: rollouts that are admitted and do not generate yet: waiting for a place in an engine.
-        train_backlog: trajectories of complete groups, if the trainer could begin a step with them now; else 0, for then
+        train_backlog: trajectories of complete groups, if the trainer could begin a step with them now; else 0, for
+        then
             they wait for a group that is still sampled, and not for the trainer.
         reward_queue: trajectories that wait for their score.
         times: what the stages take.
