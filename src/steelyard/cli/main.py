@@ -11,6 +11,7 @@ from steelyard import __version__
 from steelyard.cli import (
     audit,
     cancel,
+    capacity,
     check_template,
     coordinator,
     doctor,
@@ -18,6 +19,7 @@ from steelyard.cli import (
     key,
     scorer,
     show,
+    simulate,
     sweep,
     train,
     worker,
@@ -33,6 +35,7 @@ EXIT_INTERRUPTED = 130
 _COMMANDS = (
     *(train, evaluate, audit, show, doctor, sweep, cancel, check_template),
     *(coordinator, key, worker, scorer),
+    *(capacity, simulate),
 )
 
 _DESCRIPTION = """\
@@ -92,19 +95,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"steelyard {__version__}")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
-    for module in (
-        train,
-        evaluate,
-        audit,
-        show,
-        doctor,
-        sweep,
-        coordinator,
-        key,
-        cancel,
-        worker,
-        scorer,
-        check_template,
-    ):
+    for module in _COMMANDS:
         module.add_parser(commands)
     return parser

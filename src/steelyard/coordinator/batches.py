@@ -47,7 +47,7 @@ class Batches:
                 raise IllegalTransition(f"step must be {core.state.next_step}, the next to begin, got {step}")
             self.planned = frozenset()
             signal = core.progress.next_event()
-            plan, look_again_s = self._try(step)
+            plan, look_again_s = self.look(step)
             if plan is not None:
                 await core.committed()
                 return plan
@@ -58,6 +58,35 @@ class Batches:
             if not signal.is_set():
                 until_s = started_s + deadline_s
                 await core.wait(core.progress, until_s if look_again_s is None else min(until_s, look_again_s))
+
+    def look(self, step: int) -> tuple[BatchPlan | None, float | None]:
+        """The batch of ``step`` if it is there; else when time alone may change that (None: only an event will).
+
+        Raises:
+            RunError: the task stream has too few tasks left.
+        """
+        parent = self._core.state.lineage.get(step)
+        if parent is None:
+            return None, None
+        if self._waiting_step != step:
+            self._waiting_step, self._waiting_since_s = step, self._core.now_s()
+        choice = self._choose(step)
+        while choice.stale:
+            for group in choice.stale:
+                self._core.counters.add("replaced.stale")
+                self._groups.replace(group, e.RestartReason.STALE)
+            self._core.check()
+            choice = self._choose(step)
+        if choice.groups:
+            self.planned = frozenset(group.group_id for group in choice.groups)
+            return self._plan(step, parent, choice.groups), None
+        open_groups = sum(group.state is not GroupState.COMPLETE for group in self._live_train())
+        if self._groups.is_exhausted and open_groups < choice.num_missing:
+            raise RunError(
+                f"the task stream ended after {self._core.state.next_position} tasks: step {step} needs "
+                f"{choice.num_missing} more groups and {open_groups} are left"
+            )
+        return None, choice.look_again_s
 
     def begin(
         self,
@@ -140,30 +169,6 @@ class Batches:
         if not lines:
             lines.append(f"admission: {choice.num_missing} groups short, {self._why_none_admitted()}")
         return tuple(lines)
-
-    def _try(self, step: int) -> tuple[BatchPlan | None, float | None]:
-        parent = self._core.state.lineage.get(step)
-        if parent is None:
-            return None, None
-        if self._waiting_step != step:
-            self._waiting_step, self._waiting_since_s = step, self._core.now_s()
-        choice = self._choose(step)
-        while choice.stale:
-            for group in choice.stale:
-                self._core.counters.add("replaced.stale")
-                self._groups.replace(group, e.RestartReason.STALE)
-            self._core.check()
-            choice = self._choose(step)
-        if choice.groups:
-            self.planned = frozenset(group.group_id for group in choice.groups)
-            return self._plan(step, parent, choice.groups), None
-        open_groups = sum(group.state is not GroupState.COMPLETE for group in self._live_train())
-        if self._groups.is_exhausted and open_groups < choice.num_missing:
-            raise RunError(
-                f"the task stream ended after {self._core.state.next_position} tasks: step {step} needs "
-                f"{choice.num_missing} more groups and {open_groups} are left"
-            )
-        return None, choice.look_again_s
 
     def _choose(self, step: int) -> admission.Choice:
         core = self._core

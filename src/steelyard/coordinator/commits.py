@@ -2,11 +2,56 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
 from steelyard.coordinator.events import AnyEvent
 from steelyard.coordinator.journal.base import Journal
 from steelyard.coordinator.waiting import Sleep
 from steelyard.errors import StorageFailed
+
+
+class Commits(Protocol):
+    """Where events become durable."""
+
+    num_committed: int
+    num_commits: int
+
+    def add(self, event: AnyEvent) -> None:
+        """Put one event in line."""
+        ...
+
+    async def reached(self, number: int) -> None:
+        """Return once the first ``number`` events are durable."""
+        ...
+
+    async def close(self) -> None:
+        """Commit what is in line, then stop."""
+        ...
+
+    def stop(self) -> None:
+        """Stop at once."""
+        ...
+
+
+class NothingKept:
+    """For virtual time: an event counts as durable once it is applied, and nothing is written."""
+
+    def __init__(self) -> None:
+        self.num_committed = 0
+        self.num_commits = 0
+
+    def add(self, _event: AnyEvent) -> None:
+        """Count the event."""
+        self.num_committed += 1
+
+    async def reached(self, number: int) -> None:
+        """Return at once: it is applied."""
+
+    async def close(self) -> None:
+        """Nothing to do."""
+
+    def stop(self) -> None:
+        """Nothing to do."""
 
 
 class CommitQueue:

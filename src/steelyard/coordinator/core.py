@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from steelyard.clock import Clock
-from steelyard.coordinator.commits import CommitQueue
+from steelyard.coordinator.commits import CommitQueue, Commits, NothingKept
 from steelyard.coordinator.effects import Effect
 from steelyard.coordinator.entities import Rollout, State
 from steelyard.coordinator.events import AnyEvent, RunResumed, RunStarted
@@ -59,14 +59,15 @@ class FullWait:
 class Core:
     """State, journal and clock in one place. Everything here but ``wait`` and ``committed`` is synchronous.
 
-    Events recorded without an ``await`` between them reach the journal as one atomic unit.
+    Events recorded without an ``await`` between them reach the journal as one atomic unit. Without a journal nothing is
+    kept and nobody outside is told; that is for the simulator, which has no event loop either.
     """
 
     def __init__(
         self,
         *,
         state: State,
-        journal: Journal,
+        journal: Journal | None,
         settings: CoordinatorSettings,
         clock: Clock,
         sleep: Sleep,
@@ -85,20 +86,22 @@ class Core:
         self.scores = Signal()
         self.progress = Signal()
         self.timers = Signal()
-        self.commits = CommitQueue(
-            journal,
-            num_committed=state.num_events,
-            delay_s=settings.group_commit_s,
-            sleep=sleep,
-            on_failure=self.fail,
-            on_commit=self._deliver,
-        )
+        self.commits: Commits = NothingKept()
+        if journal is not None:
+            self.commits = CommitQueue(
+                journal,
+                num_committed=state.num_events,
+                delay_s=settings.group_commit_s,
+                sleep=sleep,
+                on_failure=self.fail,
+                on_commit=self._deliver,
+            )
         self._clock = clock
         # A clock that was set back while nobody ran would otherwise stand still here until it has caught up.
         self._lead_s = max(0.0, state.at_s - clock.now_s())
         self._sleep = sleep
         self._failure: BaseException | None = None
-        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._failed = asyncio.Event()
         self._handlers: dict[type[Any], list[Callable[[Any], None]]] = {}
         self._listeners: list[Callable[[Effect], None]] = []
         self._outbox: deque[tuple[int, Effect]] = deque()
@@ -186,7 +189,7 @@ class Core:
         """End every wait and refuse every later call with ``error``. The first error stays."""
         if self._failure is None:
             self._failure = error
-            self.failed.set_result(error)
+            self._failed.set()
             logger.error("the run has failed: %s", error)
             for signal in (self.work, self.scores, self.progress, self.timers):
                 signal.notify()
@@ -202,6 +205,12 @@ class Core:
         except StorageFailed as error:
             self.fail(error)
             raise
+
+    async def failed(self) -> BaseException:
+        """The error of the run, once it has one."""
+        await self._failed.wait()
+        assert self._failure is not None
+        return self._failure
 
     def check(self) -> None:
         """Raise the error that the run failed with, if it did."""

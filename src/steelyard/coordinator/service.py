@@ -438,7 +438,7 @@ class Coordinator:
 
     async def failed(self) -> BaseException:
         """Wait, without end, for the run to fail; the error. A process that cannot commit any more must end."""
-        return await asyncio.shield(self._core.failed)
+        return await self._core.failed()
 
     def listen(self, listener: Callable[[Effect], None]) -> None:
         """Hear of every effect after its commit; ``listener`` must neither block nor raise."""

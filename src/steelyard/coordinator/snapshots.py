@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from steelyard.coordinator.commits import CommitQueue
+from steelyard.coordinator.commits import Commits
 from steelyard.coordinator.entities import State
 from steelyard.coordinator.events import AnyEvent
 from steelyard.coordinator.journal.base import Journal
@@ -35,7 +35,7 @@ class SnapshotWriter:
         self,
         state: State,
         journal: Journal,
-        commits: CommitQueue,
+        commits: Commits,
         *,
         every_events: int,
         num_covered: int,

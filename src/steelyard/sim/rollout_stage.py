@@ -1,0 +1,316 @@
+"""Attempts on virtual time: leased, sampled turn by turn on the replicas that the real router picks, with tools
+between.
+
+Consumes leases; waits for replicas, tools and versions; unblocked by their events; produces sealed attempts.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sized
+from dataclasses import dataclass
+from typing import cast
+
+from steelyard.allocation.serving_cost import ServingCost
+from steelyard.allocation.workload import TrajectoryWork
+from steelyard.inference.dispatcher import Dispatcher, Placed, Ticket
+from steelyard.inference.projection import Pace
+from steelyard.inference.replica_state import ReplicaState
+from steelyard.sim.coordination import SimCoordinator
+from steelyard.sim.kernel import Kernel
+from steelyard.sim.replica import ReplicaTotals, SimCall, SimReplica
+from steelyard.sim.setup import SimSetup
+from steelyard.types import FinishReason, GenerateRequest, GenerateResult, Lease, Sampling
+
+_FLOW = "sim"
+_QUANTILE = 0.9
+_AFTER_OTHERS = 1
+"""Priority of what looks at the whole: once all else of the instant has happened."""
+
+
+@dataclass(eq=False, slots=True)
+class _Attempt:
+    lease: Lease
+    trajectory: TrajectoryWork
+    contexts: tuple[int, ...]
+    turn: int = 0
+    oldest: int = 0
+    newest: int = 0
+    num_tokens: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Served:
+    """A replica with what the router knows of it. ``retire``: called once it is drained; None while it stays."""
+
+    replica: SimReplica
+    state: ReplicaState
+    version: int
+    retire: Callable[[], None] | None = None
+
+
+class RolloutStage:
+    """All replicas, and the attempts that run on them."""
+
+    def __init__(self, setup: SimSetup, kernel: Kernel, coordinator: SimCoordinator) -> None:
+        self._setup = setup
+        self._kernel = kernel
+        self._coordinator = coordinator
+        self._fleet = Pace()
+        self._states: dict[str, ReplicaState] = {}
+        self._served: dict[str, _Served] = {}
+        self._dispatcher = Dispatcher(
+            self._states, self._fleet, projection_quantile=_QUANTILE, recovery_wait_s=float("inf")
+        )
+        self._waiting_attempts: dict[str, _Attempt] = {}
+        self._tool_waits: deque[_Attempt] = deque()
+        self._free_tools = setup.tool_slots
+        self._is_dispatch_planned = self._is_leasing_planned = False
+        self._num_started = 0
+        self._past = ReplicaTotals()
+        self.num_live = 0
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all replicas, those that drain included."""
+        return sum(served.replica.cost.tp for served in self._served.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls that wait for a place on a replica."""
+        return self._dispatcher.num_waiting + sum(served.replica.num_waiting for served in self._served.values())
+
+    def totals(self) -> ReplicaTotals:
+        """Sums over all replicas that are or were; ``busy_s`` in device-seconds."""
+        total = ReplicaTotals()
+        _add(total, self._past, 1)
+        for served in self._served.values():
+            _add(total, served.replica.totals, served.replica.cost.tp)
+        return total
+
+    # --- replicas -------------------------------------------------------------------------------------
+
+    def add_replica(self, cost: ServingCost, version: int) -> str:
+        """A replica that holds ``version`` proven, from now on."""
+        self._num_started += 1
+        name = f"r{self._num_started:05d}"
+        replica = SimReplica(name, self._kernel, cost, max_running=self._setup.max_running)
+        state = ReplicaState(name, self._fleet, self.dispatch_soon)
+        state.capacity_tokens = replica.kv_capacity_tokens
+        self._states[name], self._served[name] = state, _Served(replica, state, version)
+        self._coordinator.replica_started(name)
+        self._coordinator.loaded(name, version)
+        state.now_holds({version})
+        return name
+
+    def least_loaded(self, number: int) -> list[str]:
+        """So many replicas that stay, those with the fewest open calls first."""
+        staying = [served for served in self._served.values() if served.retire is None]
+        staying.sort(key=lambda served: (served.state.num_open, served.replica.name))
+        return [served.replica.name for served in staying[:number]]
+
+    def retire(self, name: str, on_gone: Callable[[], None]) -> None:
+        """Let a replica's open calls end, move its attempts at their tools' return, then end it."""
+        served = self._served[name]
+        served.retire = on_gone
+        served.state.now_drains(True)
+        self._end_if_drained(served)
+
+    def fail(self, name: str) -> None:
+        """A replica dies: its open calls are lost with their attempts."""
+        served = self._served[name]
+        calls = served.replica.evict()
+        self._remove(served, "failed")
+        for call in calls:
+            if call.on_lost is not None:
+                call.on_lost()
+
+    def update(self, version: int, pause_s: float, on_first: Callable[[], None]) -> None:
+        """Have every replica go over to ``version`` in place. ``on_first`` is called when the first has."""
+        told: list[str] = []
+
+        def updated(served: _Served) -> None:
+            if served.replica.name not in self._served or served.version >= version:
+                return
+            self._coordinator.loaded(served.replica.name, version, replaced=served.version)
+            served.version = version
+            served.state.now_holds({version})
+            if not told:
+                told.append(served.replica.name)
+                on_first()
+
+        for served in tuple(self._served.values()):
+            served.replica.update(pause_s, lambda served=served: updated(served), recompute=self._setup.recompute_kv)  # type: ignore[misc]
+
+    # --- attempts -------------------------------------------------------------------------------------
+
+    def lease_soon(self) -> None:
+        """Take what can be leased, once all else of this instant has happened."""
+        if not self._is_leasing_planned:
+            self._is_leasing_planned = True
+            self._kernel.after(0.0, self._lease, _AFTER_OTHERS)
+
+    def dispatch_soon(self) -> None:
+        """Place what waits, once all else of this instant has happened."""
+        if not self._is_dispatch_planned:
+            self._is_dispatch_planned = True
+            self._kernel.after(0.0, self._dispatch, _AFTER_OTHERS)
+
+    def _lease(self) -> None:
+        self._is_leasing_planned = False
+        for lease in self._coordinator.lease(1 << 30):
+            group = self._setup.workload.group(int(lease.task_id))
+            trajectory = group.trajectories[lease.member_index]
+            self.num_live += 1
+            self._call(_Attempt(lease, trajectory, trajectory.contexts(), oldest=lease.policy_version))
+
+    def _call(self, attempt: _Attempt) -> None:
+        """The attempt's next model call joins the router's queue."""
+        index = attempt.turn
+        segment = sum(turn.resets_context for turn in attempt.trajectory.turns[: index + 1])
+        request = GenerateRequest(
+            request_id=f"{attempt.lease.attempt_id}.{index}",
+            attempt_id=attempt.lease.attempt_id,
+            sequence_key=f"{attempt.lease.attempt_id}.{segment}",
+            policy_version=attempt.lease.policy_version,
+            prompt_token_ids=_tokens(attempt.contexts[index]),
+            sampling=Sampling(max_tokens=max(self._setup.max_tokens, attempt.trajectory.turns[index].generated_tokens)),
+            stop_token_ids=(),
+            deadline_at_s=float("inf"),
+            follows_updates=True,
+        )
+        ticket = Ticket(request, _FLOW, self._kernel.now_s())
+        self._waiting_attempts[request.request_id] = attempt
+        self._dispatcher.submit(ticket)
+        self.dispatch_soon()
+
+    def _dispatch(self) -> None:
+        self._is_dispatch_planned = False
+        for decision in self._dispatcher.dispatch(self._kernel.now_s()):
+            attempt = self._waiting_attempts.pop(decision.ticket.request.request_id)
+            if isinstance(decision, Placed):
+                self._serve(attempt, decision)
+            else:
+                self._lose(attempt, decision.reason)
+
+    def _serve(self, attempt: _Attempt, placed: Placed) -> None:
+        served, ticket = self._served[placed.replica_id], placed.ticket
+        turn, version, started_s = attempt.trajectory.turns[attempt.turn], served.version, self._kernel.now_s()
+        cached = served.replica.kept_tokens(attempt.lease.attempt_id)
+        if placed.moved_from is not None:
+            self._served[placed.moved_from].replica.release(attempt.lease.attempt_id)
+
+        def done() -> None:
+            result = self._result(ticket, served, turn.generated_tokens, cached, started_s)
+            self._dispatcher.finish(ticket, placed.replica_id, result, self._kernel.now_s())
+            attempt.num_tokens += turn.generated_tokens
+            attempt.oldest = attempt.oldest if attempt.turn else version
+            attempt.newest = max(attempt.newest, served.version)
+            self._after_turn(attempt)
+            self._end_if_drained(served)
+            self.dispatch_soon()
+
+        def lost() -> None:
+            self._dispatcher.finish(ticket, placed.replica_id, None, self._kernel.now_s())
+            self._lose(attempt, f"replica {placed.replica_id} failed")
+
+        call = SimCall(
+            attempt_id=attempt.lease.attempt_id,
+            prompt_tokens=attempt.contexts[attempt.turn],
+            new_tokens=turn.generated_tokens,
+            on_done=done,
+            on_lost=lost,
+        )
+        served.replica.submit(call)
+
+    def _result(
+        self, ticket: Ticket, served: _Served, num_tokens: int, num_cached: int, started_s: float
+    ) -> GenerateResult:
+        """What the router learns from: how many tokens in which time. Prompt and reply are told apart by the cost
+        model."""
+        request, cost = ticket.request, served.replica.cost
+        num_prompt = len(request.prompt_token_ids)
+        reused = min(num_cached, num_prompt - 1)
+        took_s = self._kernel.now_s() - started_s
+        prefill_s = min(took_s, cost.prefill_s(num_prompt - reused, reused))
+        return GenerateResult(
+            request_id=request.request_id,
+            token_ids=_tokens(num_tokens),
+            logprobs=(),
+            kept_logmass=(),
+            version_spans=(),
+            finish_reason=FinishReason.STOP,
+            replica_id=served.replica.name,
+            load_id="",
+            num_cached_tokens=reused,
+            prefill_s=prefill_s,
+            decode_s=took_s - prefill_s,
+        )
+
+    def _after_turn(self, attempt: _Attempt) -> None:
+        if attempt.turn + 1 == len(attempt.trajectory.turns):
+            self._end(attempt)
+            self._coordinator.sampled(
+                attempt.lease, attempt.turn + 1, attempt.num_tokens, attempt.oldest, max(attempt.oldest, attempt.newest)
+            )
+        elif self._free_tools == 0:
+            self._tool_waits.append(attempt)
+        else:
+            self._use_tool(attempt)
+
+    def _use_tool(self, attempt: _Attempt) -> None:
+        if self._free_tools is not None:
+            self._free_tools -= 1
+
+        def returned() -> None:
+            if self._free_tools is not None:
+                self._free_tools += 1
+                if self._tool_waits:
+                    self._use_tool(self._tool_waits.popleft())
+            attempt.turn += 1
+            if self._coordinator.is_alive(attempt.lease):
+                self._call(attempt)
+            else:
+                self._end(attempt)
+
+        self._kernel.after(attempt.trajectory.turns[attempt.turn].tool_s, returned)
+
+    def _lose(self, attempt: _Attempt, reason: str) -> None:
+        self._end(attempt)
+        if self._coordinator.is_alive(attempt.lease):
+            self._coordinator.lost(attempt.lease, reason, attempt.num_tokens)
+
+    def _end(self, attempt: _Attempt) -> None:
+        """The attempt needs no replica any more."""
+        self.num_live -= 1
+        for name in self._dispatcher.homes.release(attempt.lease.attempt_id):
+            served = self._served.get(name)
+            if served is not None:
+                served.replica.release(attempt.lease.attempt_id)
+                self._end_if_drained(served)
+
+    def _end_if_drained(self, served: _Served) -> None:
+        name = served.replica.name
+        if served.retire is None or name not in self._served or not self._dispatcher.is_drained(name):
+            return
+        on_gone = served.retire
+        self._remove(served, "retired")
+        on_gone()
+
+    def _remove(self, served: _Served, why: str) -> None:
+        name = served.replica.name
+        _add(self._past, served.replica.totals, served.replica.cost.tp)
+        self._dispatcher.homes.drop_replica(name)
+        del self._served[name], self._states[name]
+        self._coordinator.replica_down(name, why)
+        self.dispatch_soon()
+
+
+def _tokens(number: int) -> tuple[int, ...]:
+    """Stands for so many tokens where only their number is asked for."""
+    counted: Sized = range(number)
+    return cast("tuple[int, ...]", counted)
+
+
+def _add(total: ReplicaTotals, one: ReplicaTotals, num_devices: int) -> None:
+    for name in ("prefill_tokens", "decode_tokens", "cached_tokens", "recomputed_tokens", "num_put_back"):
+        setattr(total, name, getattr(total, name) + getattr(one, name))
+    total.busy_s += one.busy_s * num_devices

@@ -1,0 +1,221 @@
+"""A scenario as people write it: devices, model, work, rules and a policy, in one YAML file."""
+
+import random
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+import msgspec
+
+from steelyard.allocation.architecture import Architecture, Experts
+from steelyard.allocation.devices import device_kind
+from steelyard.allocation.moving_cost import MovingRates
+from steelyard.allocation.policies import FixedPolicy, QueuePolicy, RatioPolicy
+from steelyard.allocation.roofline import Corrections
+from steelyard.allocation.snapshot import Limits, Policy, Split
+from steelyard.allocation.synthetic import SyntheticSpec, draw_workload
+from steelyard.allocation.workload import Workload
+from steelyard.errors import InputError
+from steelyard.sim.setup import RewardWork, SimSetup
+from steelyard.types.record import Record
+
+ENTRY_POINTS = "steelyard.policies"
+
+_OURS: Mapping[str, Callable[..., Policy]] = {"fixed": FixedPolicy, "queue": QueuePolicy, "ratio": RatioPolicy}
+
+
+class DevicesPart(Record, frozen=True, kw_only=True):
+    """``kind`` is a name that :mod:`steelyard.allocation.devices` knows."""
+
+    kind: str
+    total: int
+
+
+class TracesPart(Record, frozen=True, kw_only=True):
+    """A workload from normalised traces. ``tool_s``: for calls that were not timed."""
+
+    path: str
+    group_size: int
+    tool_s: float | None = None
+
+
+class RewardPart(Record, frozen=True, kw_only=True):
+    """How trajectories are scored; ``model`` is the name of a built-in architecture."""
+
+    function_s: float = 0.0
+    slots: int | None = None
+    model: str | None = None
+
+
+class LimitsPart(Record, frozen=True, kw_only=True):
+    """What no plan may leave."""
+
+    min_rollout: int = 1
+    min_train: int = 1
+    min_reward: int = 0
+    max_rollout: int | None = None
+    max_train: int | None = None
+
+
+class PolicyPart(Record, frozen=True, kw_only=True):
+    """``kind`` is one of ours, or the name of an entry point; ``options`` are its own."""
+
+    kind: str = "fixed"
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Scenario(Record, frozen=True, kw_only=True):
+    """The whole file. Exactly one of ``synthetic`` and ``traces`` says what the work is."""
+
+    name: str
+    devices: DevicesPart
+    model: str
+    split: Split
+    steps: int
+    groups_per_batch: int
+    max_policy_lag: int
+    synthetic: SyntheticSpec | None = None
+    traces: TracesPart | None = None
+    limits: LimitsPart = LimitsPart()
+    policy: PolicyPart = PolicyPart()
+    reward: RewardPart = RewardPart()
+    tool_slots: int | None = None
+    max_running: int = 256
+    max_tokens: int = 32_768
+    recompute_kv: bool = True
+    corrections: Corrections = Corrections()
+    rates: MovingRates = MovingRates()
+    seed: int = 0
+
+
+def read_scenario(tree: Any, where: str) -> Scenario:
+    """The scenario of a parsed YAML file.
+
+    Raises:
+        InputError: names the key that is unknown, missing or of a wrong type.
+    """
+    try:
+        scenario = msgspec.convert(tree, Scenario, strict=False)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{where}: {error}") from None
+    if (scenario.synthetic is None) == (scenario.traces is None):
+        raise InputError(f"{where}: exactly one of synthetic and traces must be given")
+    return scenario
+
+
+def make_setup(scenario: Scenario, read_traces: Callable[[TracesPart], Workload]) -> SimSetup:
+    """What is simulated.
+
+    Args:
+        read_traces: reads the files that ``traces`` names.
+
+    Raises:
+        InputError: names what cannot be, and what would fit.
+    """
+    if scenario.synthetic is not None:
+        workload = draw_workload(scenario.synthetic, scenario.name, random.Random(scenario.seed))
+    else:
+        assert scenario.traces is not None
+        workload = read_traces(scenario.traces).regrouped(scenario.traces.group_size)
+    reward = scenario.reward
+    return SimSetup(
+        name=scenario.name,
+        device=device_kind(scenario.devices.kind),
+        num_devices=scenario.devices.total,
+        model=known_model(scenario.model),
+        corrections=scenario.corrections,
+        workload=workload,
+        num_steps=scenario.steps,
+        groups_per_batch=scenario.groups_per_batch,
+        max_policy_lag=scenario.max_policy_lag,
+        rates=scenario.rates,
+        reward=RewardWork(
+            function_s=reward.function_s,
+            num_slots=reward.slots,
+            model=None if reward.model is None else known_model(reward.model),
+        ),
+        tool_slots=scenario.tool_slots,
+        max_running=scenario.max_running,
+        max_tokens=scenario.max_tokens,
+        recompute_kv=scenario.recompute_kv,
+    )
+
+
+def make_limits(scenario: Scenario) -> Limits:
+    """The limits over all devices of the scenario."""
+    part = scenario.limits
+    return Limits(
+        total=scenario.devices.total,
+        min_rollout=part.min_rollout,
+        min_train=part.min_train,
+        min_reward=part.min_reward,
+        max_rollout=part.max_rollout,
+        max_train=part.max_train,
+    )
+
+
+def make_policy(part: PolicyPart) -> Policy:
+    """The policy by name, ours or an outside one.
+
+    Raises:
+        InputError: there is none of that name, or it does not take such options.
+    """
+    found = _OURS.get(part.kind)
+    outside = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if found is None and part.kind in outside:
+        found = outside[part.kind].load()
+    if found is None:
+        names = ", ".join([*_OURS, *outside])
+        raise InputError(f"policy.kind must be one of {names}, got {part.kind!r}")
+    try:
+        return found(**part.options)
+    except TypeError as error:
+        raise InputError(f"policy.options must be what {part.kind} takes: {error}") from None
+
+
+def known_model(name: str) -> Architecture:
+    """A built-in architecture.
+
+    Raises:
+        InputError: there is none of that name.
+    """
+    found = KNOWN_MODELS.get(name)
+    if found is None:
+        raise InputError(f"model must be one of {', '.join(KNOWN_MODELS)}, got {name!r}")
+    return found
+
+
+def _dense(name: str, layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int) -> Architecture:
+    return Architecture(
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=128,
+        vocab_size=vocab,
+    )
+
+
+# Sizes as in the config.json that each model is published with.
+_MODELS = (
+    _dense("llama-3.1-8b", 32, 4096, 14336, 32, 8, 128256),
+    _dense("llama-3.1-70b", 80, 8192, 28672, 64, 8, 128256),
+    _dense("qwen2.5-7b", 28, 3584, 18944, 28, 4, 152064),
+    _dense("qwen2.5-14b", 48, 5120, 13824, 40, 8, 152064),
+    _dense("qwen2.5-32b", 64, 5120, 27648, 40, 8, 152064),
+    Architecture(
+        name="qwen3-30b-a3b",
+        num_layers=48,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        vocab_size=151936,
+        experts=Experts(num_layers=48, num_experts=128, num_per_token=8, intermediate_size=768),
+    ),
+)
+KNOWN_MODELS: Mapping[str, Architecture] = {model.name: model for model in _MODELS}
+"""Architectures that a scenario may name."""
