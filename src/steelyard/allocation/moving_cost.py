@@ -1,0 +1,60 @@
+"""What it costs that weights and devices move: publication, a change of role, a trajectory that changes its replica."""
+
+from steelyard.allocation.architecture import Architecture
+from steelyard.allocation.roofline import Roofline
+from steelyard.allocation.serving_cost import ServingCost
+from steelyard.types.record import Record
+
+_PROBE_TOKENS = 256
+
+
+class MovingRates(Record, frozen=True, kw_only=True):
+    """Rates that belong to storage and software, not to a kind of device. Found by calibration.
+
+    Attributes:
+        storage_bytes_per_s: writing and reading of a shared store, over all who do it at once.
+        digest_bytes_per_s: hashing, on one host.
+        start_s: a device worker takes up a role: processes, communicators, memory; weights apart.
+        release_s: it lets go of one.
+    """
+
+    storage_bytes_per_s: float = 2e9
+    digest_bytes_per_s: float = 10e9
+    start_s: float = 5.0
+    release_s: float = 1.0
+
+
+class MovingCost:
+    """Times of moves, in seconds."""
+
+    def __init__(
+        self, architecture: Architecture, roofline: Roofline, rates: MovingRates, element_bytes: int = 2
+    ) -> None:
+        self._roofline = roofline
+        self._rates = rates
+        self._weight_bytes = float(architecture.num_parameters * element_bytes)
+
+    def write_s(self) -> float:
+        """The trainer writes and hashes a version, one beside the other, and probes it."""
+        return max(
+            self._weight_bytes / self._rates.storage_bytes_per_s, self._weight_bytes / self._rates.digest_bytes_per_s
+        )
+
+    def load_s(self, serving: ServingCost, num_at_once: int = 1) -> float:
+        """A replica reads, hashes and proves a version while ``num_at_once`` do; files pass over its own ports too."""
+        port_s = self._roofline.transfer_s(self._weight_bytes / serving.tp)
+        store_s = self._weight_bytes * num_at_once / self._rates.storage_bytes_per_s
+        digest_s = self._weight_bytes / self._rates.digest_bytes_per_s
+        return max(port_s, store_s, digest_s) + serving.prefill_s(_PROBE_TOKENS)
+
+    def publish_s(self, serving: ServingCost, num_replicas: int) -> float:
+        """From the end of an optimizer step until every replica is READY, all at once."""
+        return self.write_s() + self.load_s(serving, max(1, num_replicas))
+
+    def switch_to_rollout_s(self, serving: ServingCost) -> float:
+        """A device stops training and serves; what it drained before is not in it."""
+        return self._rates.release_s + self._rates.start_s + self.load_s(serving)
+
+    def switch_to_train_s(self, serving: ServingCost) -> float:
+        """A device stops serving and trains: it loads the weights like a replica."""
+        return self._rates.release_s + self._rates.start_s + self.load_s(serving)

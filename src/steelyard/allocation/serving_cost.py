@@ -1,0 +1,160 @@
+"""What sampling costs: a step of continuous batching, prefill, KV memory, at a tensor-parallel size."""
+
+import math
+
+from steelyard.allocation.architecture import Architecture
+from steelyard.allocation.roofline import Roofline
+from steelyard.errors import InputError
+from steelyard.types.record import Record
+
+
+class StepWork(Record, frozen=True, kw_only=True):
+    """What one step of an engine computes, over all sequences in it.
+
+    Attributes:
+        num_decoding: sequences that get one token each.
+        kv_tokens: tokens in the KV that they read, in sum.
+        prefill_tokens: tokens of prompts that are computed beside them.
+        prefill_pairs: for those, the sum over tokens of the context before each: what attention multiplies.
+        num_prompts: prompts that they belong to; each ends in one sampled token.
+    """
+
+    num_decoding: int = 0
+    kv_tokens: float = 0.0
+    prefill_tokens: float = 0.0
+    prefill_pairs: float = 0.0
+    num_prompts: int = 0
+
+
+def prompt_work(new_tokens: int, context_tokens: int = 0) -> StepWork:
+    """A prompt of ``new_tokens`` after ``context_tokens`` that the KV holds already."""
+    pairs = new_tokens * context_tokens + new_tokens * (new_tokens + 1) / 2
+    return StepWork(prefill_tokens=new_tokens, prefill_pairs=pairs, num_prompts=1)
+
+
+class ServingCost:
+    """Times and sizes of one replica of ``tp`` devices.
+
+    Args:
+        element_bytes: of a weight and of a key or value (2: bf16; 4: fp32).
+        sharing_devices: those in a node; ``tp`` must not exceed them.
+
+    Raises:
+        InputError: the layout cannot be: ``tp`` does not divide the heads, exceeds the node, or the weights do not fit.
+    """
+
+    def __init__(self, architecture: Architecture, roofline: Roofline, tp: int, element_bytes: int = 2) -> None:
+        check_tp(architecture, roofline, tp)
+        self.architecture = architecture
+        self.roofline = roofline
+        self.tp = tp
+        self.element_bytes = element_bytes
+        # A key-value head is not cut: beyond their number each is held more than once.
+        self._kv_shards = min(tp, architecture.num_kv_heads)
+        if self.kv_capacity_tokens < 1:
+            weights = self.weight_bytes_per_device
+            raise InputError(
+                f"tp must be large enough that {architecture.name} fits: at tp = {tp} a device must hold "
+                f"{weights / 1e9:.1f} GB of weights and some KV, and has {roofline.device.usable_bytes / 1e9:.1f} GB"
+            )
+
+    @property
+    def weight_bytes_per_device(self) -> float:
+        """Weights, cut evenly."""
+        return self.architecture.num_parameters * self.element_bytes / self.tp
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Of one token, on one device."""
+        return self.architecture.kv_elements_per_token * self.element_bytes / self._kv_shards
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens whose KV fits beside the weights."""
+        free = self.roofline.device.usable_bytes - self.weight_bytes_per_device
+        return max(0, math.floor(free / self.kv_bytes_per_token))
+
+    def step_s(self, work: StepWork) -> float:
+        """One step of the engine, in seconds; 0 where there is nothing to do."""
+        num_tokens = work.num_decoding + work.prefill_tokens
+        if num_tokens == 0:
+            return 0.0
+        decode_s = self.roofline.work_s(*self._decode(work), self.roofline.corrections.decode_compute)
+        prefill_s = self.roofline.work_s(*self._prefill(work), self.roofline.corrections.prefill_compute)
+        layers = self.architecture.num_layers
+        return decode_s + prefill_s + self._communication_s(num_tokens) + self.roofline.launches_s(layers)
+
+    def decode_step_s(self, batch: int, context_tokens: float) -> float:
+        """One token for each of ``batch`` sequences with ``context_tokens`` each."""
+        return self.step_s(StepWork(num_decoding=batch, kv_tokens=batch * context_tokens))
+
+    def prefill_s(self, new_tokens: int, context_tokens: int = 0) -> float:
+        """A prompt alone. Moving a trajectory costs this for all of its tokens on the target."""
+        return self.step_s(prompt_work(new_tokens, context_tokens)) if new_tokens else 0.0
+
+    def decode_rate_limit(self, context_tokens: float) -> float:
+        """Tokens per second per device that no batch exceeds, with unlimited memory and concurrency.
+
+        It is what remains of :meth:`step_s` per token as the batch grows: reading weights and launches are shared by
+        ever more sequences, arithmetic, KV and communication are not.
+        """
+        far = 1 << 40
+        return far / self.decode_step_s(far, context_tokens) / self.tp
+
+    def _decode(self, work: StepWork) -> tuple[float, float]:
+        """FLOPs and bytes of one device for the sequences that decode; they pay for reading the weights."""
+        architecture = self.architecture
+        per_token = 2.0 * (architecture.active_parameters + architecture.head_parameters)
+        flops = work.num_decoding * per_token + self._attention_flops(work.kv_tokens)
+        num_bytes = (work.kv_tokens + work.num_decoding) * self.kv_bytes_per_token
+        if work.num_decoding:
+            num_bytes += self._touched_bytes(work.num_decoding)
+        return flops / self.tp, num_bytes
+
+    def _prefill(self, work: StepWork) -> tuple[float, float]:
+        """The same for prompts. Where others decode in the step too, the weights are read for them already."""
+        architecture = self.architecture
+        flops = 2.0 * (
+            work.prefill_tokens * architecture.active_parameters + work.num_prompts * architecture.head_parameters
+        )
+        flops += self._attention_flops(work.prefill_pairs)
+        num_bytes = work.prefill_tokens * self.kv_bytes_per_token
+        if work.prefill_tokens:
+            together = self._touched_bytes(work.num_decoding + work.prefill_tokens)
+            num_bytes += together - (self._touched_bytes(work.num_decoding) if work.num_decoding else 0.0)
+        return flops / self.tp, num_bytes
+
+    def _attention_flops(self, pairs: float) -> float:
+        """Scores and weighted sums: two products of ``head_dim`` for each pair of tokens, head and layer."""
+        return 4.0 * pairs * self.architecture.num_layers * self.architecture.num_heads * self.architecture.head_dim
+
+    def _touched_bytes(self, num_tokens: float) -> float:
+        """Weights that a step reads on one device: all that is shared, and the experts that are met."""
+        architecture = self.architecture
+        touched = float(architecture.base_parameters + architecture.head_parameters)
+        if architecture.experts is not None:
+            stored = architecture.experts.num_layers * architecture.experts.num_experts * architecture.expert_parameters
+            touched += stored * architecture.touched_experts_frac(num_tokens)
+        return touched * self.element_bytes / self.tp
+
+    def _communication_s(self, num_tokens: float) -> float:
+        """Two all-reduces of the hidden states a layer (Shoeybi et al., Megatron-LM, arXiv 1909.08053)."""
+        if self.tp == 1:
+            return 0.0
+        one_s = self.roofline.all_reduce_s(num_tokens * self.architecture.hidden_size * self.element_bytes, self.tp)
+        return 2.0 * self.architecture.num_layers * one_s
+
+
+def check_tp(architecture: Architecture, roofline: Roofline, tp: int) -> None:
+    """Whether ``tp`` devices can share the layers.
+
+    Raises:
+        InputError: they cannot; says what would.
+    """
+    per_node = roofline.device.devices_per_node
+    fitting = [size for size in range(1, per_node + 1) if architecture.num_heads % size == 0]
+    if tp not in fitting:
+        raise InputError(
+            f"tp must divide the {architecture.num_heads} heads of {architecture.name} and be at most {per_node}, the "
+            f"devices of a node, got {tp}; {', '.join(map(str, fitting))} would fit"
+        )

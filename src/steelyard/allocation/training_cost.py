@@ -1,0 +1,191 @@
+"""What a training step costs, and whether it fits, for a layout of tensor, pipeline, data, context and expert
+parallelism.
+
+Parameters, gradients and optimizer are sharded over all devices that share them (as `fully_shard` does); every
+micro-batch gathers the parameters of its stage and scatters its gradients. A pipeline of ``p`` stages idles ``(p - 1)
+/ m`` of the time of ``m`` micro-batches (Huang et al., GPipe, arXiv 1811.06965).
+"""
+
+import math
+
+from steelyard.allocation.architecture import Architecture
+from steelyard.allocation.roofline import Roofline
+from steelyard.errors import InputError
+from steelyard.types.record import Record
+
+_STATE_BYTES = 12
+"""Of a parameter, in the optimizer: its fp32 copy and two moments."""
+_ACTIVATION_BYTES = 34
+"""Per token, layer and hidden element without recomputation, where attention scores are never stored: Korthikanti et
+al., arXiv 2205.05198, equation 1 without its attention term."""
+_CHECKPOINT_BYTES = 2
+"""The same where each layer is computed again from its input."""
+_BACKWARD = 2.0
+"""FLOPs of a backward pass, in forward passes."""
+
+
+class TrainLayout(Record, frozen=True, kw_only=True):
+    """How ``num_devices`` share a step. ``ep`` divides ``dp``: experts are spread over data ranks."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    micro_batch_tokens: int = 8192
+    recompute: bool = True
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in all."""
+        return self.tp * self.pp * self.dp * self.cp
+
+
+class TrainBatch(Record, frozen=True, kw_only=True):
+    """What a step trains on. ``pairs`` is the sum over tokens of the context before each."""
+
+    num_tokens: int
+    pairs: float
+    longest_tokens: int
+
+
+class TrainingCost:
+    """Times and sizes of one trainer.
+
+    Raises:
+        InputError: the layout cannot be; names the field and what would fit.
+    """
+
+    def __init__(
+        self, architecture: Architecture, roofline: Roofline, layout: TrainLayout, element_bytes: int = 2
+    ) -> None:
+        _check(architecture, roofline, layout)
+        self.architecture = architecture
+        self.roofline = roofline
+        self.layout = layout
+        self.element_bytes = element_bytes
+        if self.memory_bytes > roofline.device.usable_bytes:
+            raise InputError(
+                f"the training layout must fit into {roofline.device.usable_bytes / 1e9:.1f} GB a device, but takes "
+                f"{self.memory_bytes / 1e9:.1f} GB; more tp, pp or dp, or a smaller micro_batch_tokens, would take less"
+            )
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of the fullest device: sharded states, the gathered layer, activations of one micro-batch a stage, logits."""
+        architecture, layout = self.architecture, self.layout
+        states = architecture.num_parameters * (2 * self.element_bytes + _STATE_BYTES) / layout.num_devices
+        layer = 2 * architecture.num_parameters / architecture.num_layers * self.element_bytes / layout.tp
+        tokens = layout.micro_batch_tokens / layout.cp / layout.tp
+        per_layer = _CHECKPOINT_BYTES if layout.recompute else _ACTIVATION_BYTES
+        layers = math.ceil(architecture.num_layers / layout.pp)
+        # The first stage holds the activations of as many micro-batches as there are stages.
+        kept = tokens * architecture.hidden_size * per_layer * layers * layout.pp
+        working = tokens * architecture.hidden_size * _ACTIVATION_BYTES if layout.recompute else 0.0
+        logits = 2 * 4 * tokens * architecture.vocab_size
+        return states + layer + kept + working + logits
+
+    def model_flops(self, batch: TrainBatch) -> float:
+        """Forward and backward of the batch, recomputation not counted."""
+        return (1.0 + _BACKWARD) * self._forward_flops(batch.num_tokens, batch.pairs)
+
+    def step_s(self, batch: TrainBatch) -> float:
+        """One optimizer step.
+
+        Raises:
+            InputError: a sequence is longer than a micro-batch, which is never cut.
+        """
+        if batch.longest_tokens > self.layout.micro_batch_tokens:
+            raise InputError(
+                f"micro_batch_tokens must be >= {batch.longest_tokens}, the longest sequence, "
+                f"got {self.layout.micro_batch_tokens}"
+            )
+        if batch.num_tokens == 0:
+            return 0.0
+        per_rank = batch.num_tokens / self.layout.dp
+        full = min(per_rank, float(self.layout.micro_batch_tokens))
+        density = batch.pairs / batch.num_tokens
+        num_full, rest = divmod(per_rank, full)
+        full_s = self._micro_batch_s(full, density)
+        # Micro-batches are filled in turn, so all but the last are full; the pipeline fills and drains at their pace.
+        rest_s = self._micro_batch_s(rest, density) if rest > 0.0 else 0.0
+        return (num_full + self.layout.pp - 1) * full_s + rest_s + self._optimizer_s()
+
+    def utilisation(self, batch: TrainBatch) -> float:
+        """Model FLOPs utilisation: at most 1."""
+        peak = self.roofline.device.peak_flops_per_s * self.layout.num_devices
+        return self.model_flops(batch) / (self.step_s(batch) * peak)
+
+    def _micro_batch_s(self, num_tokens: float, pairs_per_token: float) -> float:
+        """A micro-batch of one data rank on one stage."""
+        layout, roofline = self.layout, self.roofline
+        passes = 1.0 + _BACKWARD + (1.0 if layout.recompute else 0.0)
+        flops = passes * self._forward_flops(num_tokens, num_tokens * pairs_per_token)
+        flops /= layout.tp * layout.cp * layout.pp
+        stage_bytes = self.architecture.num_parameters * self.element_bytes / layout.tp / layout.pp
+        compute_s = roofline.work_s(flops, passes * stage_bytes, roofline.corrections.train_compute)
+        exposed_s = self._tensor_s(num_tokens / layout.cp, passes) + self._expert_s(num_tokens / layout.cp, passes)
+        # Gathering and scattering run beside the arithmetic, and so does the ring of context parallelism.
+        hidden_s = self._data_s(stage_bytes) + self._context_s(num_tokens, passes)
+        layers = math.ceil(self.architecture.num_layers / layout.pp)
+        pipeline_s = self._pipeline_s(num_tokens / layout.cp)
+        return max(compute_s, hidden_s) + exposed_s + pipeline_s + passes * roofline.launches_s(layers)
+
+    def _forward_flops(self, num_tokens: float, pairs: float) -> float:
+        architecture = self.architecture
+        products = 2.0 * num_tokens * (architecture.active_parameters + architecture.head_parameters)
+        return products + 4.0 * pairs * architecture.num_layers * architecture.num_heads * architecture.head_dim
+
+    def _tensor_s(self, tokens: float, passes: float) -> float:
+        """Two all-reduces a layer and pass."""
+        one_s = self.roofline.all_reduce_s(tokens * self.architecture.hidden_size * self.element_bytes, self.layout.tp)
+        return 2.0 * passes * one_s * self.architecture.num_layers / self.layout.pp
+
+    def _expert_s(self, tokens: float, passes: float) -> float:
+        """Tokens go to their experts and come back, in every layer that has them."""
+        experts = self.architecture.experts
+        if experts is None or self.layout.ep == 1:
+            return 0.0
+        num_bytes = tokens * experts.num_per_token * self.architecture.hidden_size * self.element_bytes
+        return (
+            2.0 * passes * self.roofline.all_to_all_s(num_bytes, self.layout.ep) * experts.num_layers / self.layout.pp
+        )
+
+    def _data_s(self, stage_bytes: float) -> float:
+        """Parameters are gathered for the forward and for the backward pass, gradients scattered once."""
+        return 3.0 * self.roofline.all_gather_s(stage_bytes, self.layout.dp * self.layout.cp)
+
+    def _context_s(self, tokens: float, passes: float) -> float:
+        """Keys and values of the whole micro-batch pass by every rank of the ring."""
+        kv_bytes = tokens * self.architecture.kv_elements_per_token * self.element_bytes / self.layout.pp
+        return passes * self.roofline.all_gather_s(kv_bytes, self.layout.cp)
+
+    def _pipeline_s(self, tokens: float) -> float:
+        """Hidden states to the next stage and their gradients back."""
+        if self.layout.pp == 1:
+            return 0.0
+        return 2.0 * self.roofline.transfer_s(tokens * self.architecture.hidden_size * self.element_bytes)
+
+    def _optimizer_s(self) -> float:
+        """States, parameters and gradients are read and written once."""
+        num_bytes = self.architecture.num_parameters * 2 * (2 * self.element_bytes + _STATE_BYTES)
+        return self.roofline.work_s(0.0, num_bytes / self.layout.num_devices, 1.0)
+
+
+def _check(architecture: Architecture, roofline: Roofline, layout: TrainLayout) -> None:
+    for field in ("tp", "pp", "dp", "cp", "ep", "micro_batch_tokens"):
+        if getattr(layout, field) < 1:
+            raise InputError(f"{field} must be >= 1, got {getattr(layout, field)}")
+    per_node = roofline.device.devices_per_node
+    if architecture.num_heads % layout.tp or layout.tp > per_node:
+        raise InputError(
+            f"tp must divide the {architecture.num_heads} heads of {architecture.name} and be at most {per_node}, the "
+            f"devices of a node, got {layout.tp}"
+        )
+    if layout.pp > architecture.num_layers:
+        raise InputError(f"pp must be at most the {architecture.num_layers} layers, got {layout.pp}")
+    num_experts = architecture.experts.num_experts if architecture.experts else 1
+    if layout.dp % layout.ep or num_experts % layout.ep:
+        raise InputError(
+            f"ep must divide dp = {layout.dp} and the {num_experts} experts of {architecture.name}, got {layout.ep}"
+        )
