@@ -1,0 +1,314 @@
+"""One replica on virtual time: continuous batching whose steps take what the cost model says.
+
+Steps are not simulated one by one. Between two changes of the batch all steps are alike but for the KV that grows, so
+a *span* of steps is one event: it ends with the first sequence that ends, with a prompt that is computed, or when the
+KV has grown by a few per cent, and the time of a step is taken at the span's middle. What arrives meanwhile joins at
+the end of the step under way, as in an engine. A span costs O(log n), whatever the batch.
+
+KV is held for running sequences and, while there is room, for attempts between two turns (least recently used go
+first). A running batch that outgrows the memory puts back its newest sequence whole; it is computed again later, its
+tokens kept. A call is let in while the growth that running ones are expected to have still fits.
+"""
+
+import heapq
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from steelyard.allocation.serving_cost import ServingCost, StepWork
+from steelyard.errors import InputError
+from steelyard.sim.kernel import Kernel, Timer
+
+_KV_GROWTH = 0.04
+"""A span ends when the KV that is read has grown by this share: the time of its steps is then off by at most half of
+it."""
+
+_MEMORY = 0.02
+"""Weight of the newest call in the mean length that admission reckons with."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class SimCall:
+    """One model call. ``prompt_tokens`` is the whole context; ``on_done`` is called when the last token is sampled."""
+
+    attempt_id: str
+    prompt_tokens: int
+    new_tokens: int
+    on_done: Callable[[], None]
+    num_sampled: int = 0
+    to_prefill: int = 0
+    started: int = 0
+    submitted_s: float = 0.0
+    is_over: bool = False
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose KV it has once its prefill is done."""
+        return self.prompt_tokens + self.num_sampled
+
+
+@dataclass(slots=True)
+class ReplicaTotals:
+    """Sums since the start. ``cached_tokens``: of prompts, not computed again; ``recomputed_tokens``: after being put
+    back."""
+
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    cached_tokens: int = 0
+    recomputed_tokens: int = 0
+    num_put_back: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Span:
+    started_s: float
+    step_s: float
+    num_steps: int
+    prefill_per_step: int
+    timer: Timer
+
+
+@dataclass(eq=False)
+class SimReplica:
+    """A replica.
+
+    Args:
+        max_running: sequences in a batch.
+        chunk_tokens: tokens of prompts that a step computes beside the batch.
+    """
+
+    name: str
+    kernel: Kernel
+    cost: ServingCost
+    max_running: int = 256
+    chunk_tokens: int = 2048
+    totals: ReplicaTotals = field(default_factory=ReplicaTotals)
+
+    def __post_init__(self) -> None:
+        self.kv_capacity_tokens = self.cost.kv_capacity_tokens
+        self._waiting: deque[SimCall] = deque()
+        self._prefilling: SimCall | None = None
+        self._running: dict[SimCall, None] = {}
+        self._ends: list[tuple[int, int, SimCall]] = []
+        self._kept: OrderedDict[str, int] = OrderedDict()
+        self._kept_tokens = 0
+        self._running_kv = 0
+        self._num_steps = 0
+        self._cancelled: list[SimCall] = []
+        self._mean_new_tokens = 0.0
+        self._order = 0
+        self._span: _Span | None = None
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in the batch, the one whose prompt is being computed included."""
+        return len(self._running) + (self._prefilling is not None)
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls that wait for room."""
+        return len(self._waiting)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens in the KV memory, kept prefixes included."""
+        held = self._prefilling.kv_tokens if self._prefilling is not None else 0
+        return self._running_kv + held + self._kept_tokens
+
+    def submit(self, call: SimCall) -> None:
+        """Take a call.
+
+        Raises:
+            InputError: its context can never fit.
+        """
+        whole = call.prompt_tokens + call.new_tokens
+        if whole > self.kv_capacity_tokens:
+            raise InputError(
+                f"a call of {whole} tokens must fit into the KV memory of {self.name}: {self.kv_capacity_tokens} tokens"
+            )
+        call.submitted_s = self.kernel.now_s()
+        self._waiting.append(call)
+        self._interrupt()
+
+    def cancel(self, call: SimCall) -> None:
+        """End a call without its result; its KV is free after the step under way."""
+        if call.is_over:
+            return
+        call.is_over = True
+        if call in self._running or call is self._prefilling:
+            self._cancelled.append(call)
+            self._interrupt()
+        else:
+            self._waiting.remove(call)
+
+    def release(self, attempt_id: str) -> None:
+        """The attempt has ended or moved: what is kept of it goes."""
+        self._kept_tokens -= self._kept.pop(attempt_id, 0)
+
+    def kept_tokens(self, attempt_id: str) -> int:
+        """Tokens of an attempt's prefix that need not be computed again here."""
+        return self._kept.get(attempt_id, 0)
+
+    def _interrupt(self) -> None:
+        """Let the batch change at the end of the step under way."""
+        span = self._span
+        if span is None:
+            self._plan()
+            return
+        done = int((self.kernel.now_s() - span.started_s) / span.step_s)
+        if done + 1 < span.num_steps:
+            span.timer.cancel()
+            span.num_steps = done + 1
+            ends_s = max(self.kernel.now_s(), span.started_s + span.num_steps * span.step_s)
+            span.timer = self.kernel.at(ends_s, self._on_span_end)
+
+    def _on_span_end(self) -> None:
+        span = self._span
+        if span is None:
+            raise AssertionError("a span that ended must have begun")
+        self._span = None
+        self.totals.busy_s += span.num_steps * span.step_s
+        self._num_steps += span.num_steps
+        self._running_kv += span.num_steps * len(self._running)
+        self.totals.decode_tokens += span.num_steps * len(self._running)
+        self._compute_prompt(span)
+        self._drop_cancelled()
+        self._finish_ended()
+        self._plan()
+
+    def _compute_prompt(self, span: _Span) -> None:
+        call = self._prefilling
+        if call is not None and span.prefill_per_step:
+            computed = min(call.to_prefill, span.num_steps * span.prefill_per_step)
+            call.to_prefill -= computed
+            self.totals.prefill_tokens += computed
+            if call.to_prefill == 0:
+                self._begin_decoding(call)
+
+    def _begin_decoding(self, call: SimCall) -> None:
+        """The step that ends a prompt samples its first token."""
+        self._prefilling = None
+        call.num_sampled += 1
+        self.totals.decode_tokens += 1
+        call.started = self._num_steps - call.num_sampled
+        self._running[call] = None
+        self._running_kv += call.kv_tokens
+        self._order += 1
+        heapq.heappush(self._ends, (call.started + call.new_tokens, self._order, call))
+
+    def _drop_cancelled(self) -> None:
+        for call in self._cancelled:
+            if call in self._running:
+                self._stop_running(call)
+            elif call is self._prefilling:
+                self._prefilling = None
+            elif call in self._waiting:
+                self._waiting.remove(call)
+        self._cancelled.clear()
+
+    def _stop_running(self, call: SimCall) -> None:
+        del self._running[call]
+        call.num_sampled = self._num_steps - call.started
+        self._running_kv -= call.kv_tokens
+
+    def _finish_ended(self) -> None:
+        ended = list[SimCall]()
+        while self._ends and (self._ends[0][0] <= self._num_steps or self._ends[0][2] not in self._running):
+            ends_at, _, call = heapq.heappop(self._ends)
+            if call in self._running and ends_at == call.started + call.new_tokens:
+                ended.append(call)
+        for call in ended:
+            self._stop_running(call)
+            call.is_over = True
+            self._mean_new_tokens += (call.new_tokens - self._mean_new_tokens) * _MEMORY
+            self._keep(call.attempt_id, call.kv_tokens)
+        for call in ended:
+            call.on_done()
+
+    def _keep(self, attempt_id: str, num_tokens: int) -> None:
+        self.release(attempt_id)
+        self._kept[attempt_id] = num_tokens
+        self._kept_tokens += num_tokens
+
+    def _make_room(self, num_tokens: int) -> bool:
+        """Whether ``num_tokens`` more fit, after kept prefixes have gone as needed."""
+        while self.kv_tokens + num_tokens > self.kv_capacity_tokens and self._kept:
+            _, freed = self._kept.popitem(last=False)
+            self._kept_tokens -= freed
+        return self.kv_tokens + num_tokens <= self.kv_capacity_tokens
+
+    def _admit(self) -> None:
+        """Begin with the first waiting call, if it fits beside a step's growth of the batch."""
+        if self._prefilling is not None or not self._waiting or len(self._running) >= self.max_running:
+            return
+        call = self._waiting[0]
+        kept = self._kept.pop(call.attempt_id, 0)
+        self._kept_tokens -= kept
+        # Those that run have, on average, half of their tokens still to come.
+        growth = round((len(self._running) + 1) * self._mean_new_tokens / 2) if self._running else 1
+        if not self._make_room(call.kv_tokens + growth):
+            if kept:
+                self._keep(call.attempt_id, kept)
+            return
+        self._waiting.popleft()
+        reused = min(kept, call.kv_tokens - 1)
+        call.to_prefill = call.kv_tokens - reused
+        if call.num_sampled:
+            self.totals.recomputed_tokens += call.to_prefill
+        else:
+            self.totals.cached_tokens += reused
+        self._prefilling = call
+
+    def _put_back(self) -> None:
+        """Take sequences out, the newest first, until the batch can grow by a step."""
+        while self._running and not self._make_room(len(self._running)):
+            call = self._prefilling
+            if call is not None:
+                self._prefilling = None
+            elif len(self._running) > 1:
+                call = next(reversed(self._running))
+                self._stop_running(call)
+            else:
+                return
+            self._waiting.appendleft(call)
+            self.totals.num_put_back += 1
+
+    def _plan(self) -> None:
+        """Begin the next span."""
+        if self._span is not None:
+            return
+        self._put_back()
+        self._admit()
+        call, num_running = self._prefilling, len(self._running)
+        if call is None and num_running == 0:
+            return
+        chunk = min(call.to_prefill, self.chunk_tokens) if call is not None else 0
+        num_steps = self._span_steps(call, chunk)
+        self._make_room(num_running * num_steps)
+        grown = self._running_kv + num_running * num_steps / 2
+        work = StepWork(
+            num_decoding=num_running,
+            kv_tokens=grown,
+            prefill_tokens=chunk,
+            prefill_pairs=chunk * (call.kv_tokens - call.to_prefill / 2) if call is not None else 0.0,
+            num_prompts=1 if call is not None else 0,
+        )
+        step_s = self.cost.step_s(work)
+        timer = self.kernel.after(num_steps * step_s, self._on_span_end)
+        self._span = _Span(self.kernel.now_s(), step_s, num_steps, chunk, timer)
+
+    def _span_steps(self, call: SimCall | None, chunk: int) -> int:
+        limits = [math.ceil(call.to_prefill / chunk)] if call is not None else []
+        if self._running:
+            num_running = len(self._running)
+            while self._ends[0][2] not in self._running:
+                heapq.heappop(self._ends)
+            free = self.kv_capacity_tokens - self.kv_tokens + self._kept_tokens
+            limits += [
+                self._ends[0][0] - self._num_steps,
+                max(1, math.ceil(self._running_kv * _KV_GROWTH / num_running)),
+                max(1, free // num_running),
+            ]
+        return max(1, min(limits))
