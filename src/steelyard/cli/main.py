@@ -8,7 +8,20 @@ import sys
 from collections.abc import Callable, Sequence
 
 from steelyard import __version__
-from steelyard.cli import audit, cancel, coordinator, doctor, evaluate, key, scorer, show, sweep, train, worker
+from steelyard.cli import (
+    audit,
+    cancel,
+    capacity,
+    coordinator,
+    doctor,
+    evaluate,
+    key,
+    scorer,
+    show,
+    sweep,
+    train,
+    worker,
+)
 from steelyard.errors import InputError, SteelyardError
 
 EXIT_DONE = 0
@@ -74,6 +87,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"steelyard {__version__}")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
-    for module in (train, evaluate, audit, show, doctor, sweep, coordinator, key, cancel, worker, scorer):
+    for module in (train, evaluate, audit, show, doctor, sweep, coordinator, key, cancel, worker, scorer, capacity):
         module.add_parser(commands)
     return parser
