@@ -1,0 +1,181 @@
+"""What a policy sees, and what it answers: devices by role. The same records live and in the simulator."""
+
+from enum import StrEnum
+from typing import Protocol
+
+from steelyard.errors import InputError
+from steelyard.types.record import Record
+
+
+class Role(StrEnum):
+    """What a device does."""
+
+    ROLLOUT = "rollout"
+    TRAIN = "train"
+    REWARD = "reward"
+
+
+class Split(Record, frozen=True, kw_only=True):
+    """Devices by role. ``rollout_tp`` devices make one rollout replica."""
+
+    rollout: int
+    train: int
+    reward: int = 0
+    rollout_tp: int = 1
+
+    @property
+    def total(self) -> int:
+        """Devices that have a role."""
+        return self.rollout + self.train + self.reward
+
+    def of(self, role: Role) -> int:
+        """Devices in ``role``."""
+        return {Role.ROLLOUT: self.rollout, Role.TRAIN: self.train, Role.REWARD: self.reward}[role]
+
+    def moved(self, source: Role, target: Role, num_devices: int = 1) -> "Split":
+        """The split after ``num_devices`` went from one role to another."""
+        counts = {role: self.of(role) for role in Role}
+        counts[source] -= num_devices
+        counts[target] += num_devices
+        return Split(
+            rollout=counts[Role.ROLLOUT],
+            train=counts[Role.TRAIN],
+            reward=counts[Role.REWARD],
+            rollout_tp=self.rollout_tp,
+        )
+
+
+class Limits(Record, frozen=True, kw_only=True):
+    """What no plan may leave. ``total`` counts all devices, idle ones included; maxima None: all of them."""
+
+    total: int
+    min_rollout: int = 1
+    min_train: int = 1
+    min_reward: int = 0
+    max_rollout: int | None = None
+    max_train: int | None = None
+
+    def __post_init__(self) -> None:
+        need = self.min_rollout + self.min_train + self.min_reward
+        if need > self.total:
+            raise InputError(
+                f"min_rollout + min_train + min_reward must be at most the {self.total} devices, got {need}"
+            )
+        for field, least in (("max_rollout", self.min_rollout), ("max_train", self.min_train)):
+            value = getattr(self, field)
+            if value is not None and value < least:
+                raise InputError(f"{field} must be >= {least}, its minimum, got {value}")
+
+    def broken_by(self, split: Split) -> str | None:
+        """What of the limits ``split`` breaks; None if nothing."""
+        for role, least, most in (
+            (Role.ROLLOUT, self.min_rollout, self.max_rollout),
+            (Role.TRAIN, self.min_train, self.max_train),
+            (Role.REWARD, self.min_reward, None),
+        ):
+            count = split.of(role)
+            if count < least:
+                return f"{role} must have at least {least} devices, got {count}"
+            if most is not None and count > most:
+                return f"{role} must have at most {most} devices, got {count}"
+        if split.total > self.total:
+            return f"a plan must use at most {self.total} devices, got {split.total}"
+        if split.rollout_tp < 1 or split.rollout % split.rollout_tp:
+            return f"rollout must be a multiple of rollout_tp = {split.rollout_tp}, got {split.rollout}"
+        return None
+
+
+class StageTimes(Record, frozen=True, kw_only=True):
+    """Seconds that each stage takes for one training batch with the devices that it has now; None: not yet measured.
+
+    Both are measured over the same window, while the stage worked: waiting for another stage does not count.
+    """
+
+    rollout_s: float | None = None
+    train_s: float | None = None
+    reward_s: float | None = None
+
+    def of(self, role: Role) -> float | None:
+        """The stage's seconds."""
+        return {Role.ROLLOUT: self.rollout_s, Role.TRAIN: self.train_s, Role.REWARD: self.reward_s}[role]
+
+
+class Snapshot(Record, frozen=True, kw_only=True):
+    """The system at one instant, between two optimizer steps.
+
+    Attributes:
+        step: optimizer steps done.
+        split: devices by role as they are, moves under way counted as done.
+        rollout_queue: rollouts that are admitted and do not generate yet: waiting for a place in an engine.
+        train_backlog: trajectories that are scored and not yet trained on.
+        reward_queue: trajectories that wait for their score.
+        times: what the stages take.
+        switch_s: what it costs a device to change its role, drained work included; measured, or predicted at first.
+        is_moving: a move is under way.
+    """
+
+    at_s: float
+    step: int
+    split: Split
+    limits: Limits
+    rollout_queue: int = 0
+    train_backlog: int = 0
+    reward_queue: int = 0
+    times: StageTimes = StageTimes()
+    switch_s: float = 0.0
+    is_moving: bool = False
+
+
+class Plan(Record, frozen=True, kw_only=True):
+    """What a policy wants. ``reason`` is one line for people; ``gain_frac`` the predicted gain in steps per second."""
+
+    split: Split
+    reason: str
+    gain_frac: float | None = None
+
+    def log_line(self, snapshot: Snapshot) -> str:
+        """``step=15 rollout_queue=6 train_backlog=9 => adjust rollout=3 train=5``, or ``=> keep ...``."""
+        verb = "keep" if self.split == snapshot.split else "adjust"
+        queues = f"rollout_queue={snapshot.rollout_queue} train_backlog={snapshot.train_backlog}"
+        return f"step={snapshot.step} {queues} => {verb} rollout={self.split.rollout} train={self.split.train}"
+
+
+class Policy(Protocol):
+    """Decides on devices. A pure function: the same snapshot and state give the same answer, live and simulated.
+
+    Outside policies are found through the entry-point group ``steelyard.policies``; an entry point names a callable
+    that takes the settings of ``allocation.options`` as keywords and returns a policy.
+    """
+
+    def decide(self, snapshot: Snapshot) -> Plan:
+        """The split to have from now on. Called after each optimizer step. It must keep within ``snapshot.limits``."""
+        ...
+
+
+def checked(policy_name: str, plan: Plan, snapshot: Snapshot) -> Plan:
+    """The plan, if it can be.
+
+    Raises:
+        InputError: it leaves the limits; names the policy and the limit.
+    """
+    broken = snapshot.limits.broken_by(plan.split)
+    if broken is not None:
+        raise InputError(f"policy {policy_name} at step {snapshot.step}: {broken}")
+    return plan
+
+
+def predicted_period_s(split: Split, snapshot: Snapshot) -> float | None:
+    """Seconds per training batch under another split, if each stage's time is in inverse proportion to its devices.
+
+    The slowest stage sets the pace. None where a stage that has devices is not measured yet.
+    """
+    slowest = 0.0
+    for role in Role:
+        present, wanted = snapshot.split.of(role), split.of(role)
+        measured_s = snapshot.times.of(role)
+        if present == 0 and wanted == 0:
+            continue
+        if measured_s is None or present == 0:
+            return None
+        slowest = max(slowest, float("inf") if wanted == 0 else measured_s * present / wanted)
+    return slowest
