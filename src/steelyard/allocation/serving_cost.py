@@ -82,7 +82,7 @@ class ServingCost:
         decode_s = self.roofline.work_s(*self._decode(work), self.roofline.corrections.decode_compute)
         prefill_s = self.roofline.work_s(*self._prefill(work), self.roofline.corrections.prefill_compute)
         layers = self.architecture.num_layers
-        return decode_s + prefill_s + self._communication_s(num_tokens) + self.roofline.launches_s(layers)
+        return decode_s + prefill_s + self.communication_s(num_tokens) + self.roofline.launches_s(layers)
 
     def decode_step_s(self, batch: int, context_tokens: float) -> float:
         """One token for each of ``batch`` sequences with ``context_tokens`` each."""
@@ -101,6 +101,22 @@ class ServingCost:
         far = 1 << 40
         return far / self.decode_step_s(far, context_tokens) / self.tp
 
+    def touched_bytes(self, num_tokens: float) -> float:
+        """Weights that a step reads on one device: all that is shared, and the experts that are met."""
+        architecture = self.architecture
+        touched = float(architecture.base_parameters + architecture.head_parameters)
+        if architecture.experts is not None:
+            stored = architecture.experts.num_layers * architecture.experts.num_experts * architecture.expert_parameters
+            touched += stored * architecture.touched_experts_frac(num_tokens)
+        return touched * self.element_bytes / self.tp
+
+    def communication_s(self, num_tokens: float) -> float:
+        """Two all-reduces of the hidden states a layer (Shoeybi et al., Megatron-LM, arXiv 1909.08053)."""
+        if self.tp == 1:
+            return 0.0
+        one_s = self.roofline.all_reduce_s(num_tokens * self.architecture.hidden_size * self.element_bytes, self.tp)
+        return 2.0 * self.architecture.num_layers * one_s
+
     def _decode(self, work: StepWork) -> tuple[float, float]:
         """FLOPs and bytes of one device for the sequences that decode; they pay for reading the weights."""
         architecture = self.architecture
@@ -108,7 +124,7 @@ class ServingCost:
         flops = work.num_decoding * per_token + self._attention_flops(work.kv_tokens)
         num_bytes = (work.kv_tokens + work.num_decoding) * self.kv_bytes_per_token
         if work.num_decoding:
-            num_bytes += self._touched_bytes(work.num_decoding)
+            num_bytes += self.touched_bytes(work.num_decoding)
         return flops / self.tp, num_bytes
 
     def _prefill(self, work: StepWork) -> tuple[float, float]:
@@ -120,29 +136,13 @@ class ServingCost:
         flops += self._attention_flops(work.prefill_pairs)
         num_bytes = work.prefill_tokens * self.kv_bytes_per_token
         if work.prefill_tokens:
-            together = self._touched_bytes(work.num_decoding + work.prefill_tokens)
-            num_bytes += together - (self._touched_bytes(work.num_decoding) if work.num_decoding else 0.0)
+            together = self.touched_bytes(work.num_decoding + work.prefill_tokens)
+            num_bytes += together - (self.touched_bytes(work.num_decoding) if work.num_decoding else 0.0)
         return flops / self.tp, num_bytes
 
     def _attention_flops(self, pairs: float) -> float:
         """Scores and weighted sums: two products of ``head_dim`` for each pair of tokens, head and layer."""
         return 4.0 * pairs * self.architecture.num_layers * self.architecture.num_heads * self.architecture.head_dim
-
-    def _touched_bytes(self, num_tokens: float) -> float:
-        """Weights that a step reads on one device: all that is shared, and the experts that are met."""
-        architecture = self.architecture
-        touched = float(architecture.base_parameters + architecture.head_parameters)
-        if architecture.experts is not None:
-            stored = architecture.experts.num_layers * architecture.experts.num_experts * architecture.expert_parameters
-            touched += stored * architecture.touched_experts_frac(num_tokens)
-        return touched * self.element_bytes / self.tp
-
-    def _communication_s(self, num_tokens: float) -> float:
-        """Two all-reduces of the hidden states a layer (Shoeybi et al., Megatron-LM, arXiv 1909.08053)."""
-        if self.tp == 1:
-            return 0.0
-        one_s = self.roofline.all_reduce_s(num_tokens * self.architecture.hidden_size * self.element_bytes, self.tp)
-        return 2.0 * self.architecture.num_layers * one_s
 
 
 def check_tp(architecture: Architecture, roofline: Roofline, tp: int) -> None:

@@ -49,6 +49,29 @@ class TrainBatch(Record, frozen=True, kw_only=True):
     longest_tokens: int
 
 
+def least_device_s(architecture: Architecture, roofline: Roofline, batch: TrainBatch, element_bytes: int = 2) -> float:
+    """Device-seconds that no layout goes below for one optimizer step: arithmetic without recomputation, and the
+    states.
+
+    Whatever the layout, each device-second does at most the peak's arithmetic and the bandwidth's traffic, and the
+    optimizer comes after the arithmetic.
+    """
+    flops = (1.0 + _BACKWARD) * forward_flops(architecture, batch.num_tokens, batch.pairs)
+    arithmetic_s = roofline.work_s(flops, 0.0, roofline.corrections.train_compute)
+    return arithmetic_s + roofline.work_s(0.0, _optimizer_bytes(architecture, element_bytes), 1.0)
+
+
+def forward_flops(architecture: Architecture, num_tokens: float, pairs: float) -> float:
+    """Of one forward pass with a loss on every token."""
+    products = 2.0 * num_tokens * (architecture.active_parameters + architecture.head_parameters)
+    return products + 4.0 * pairs * architecture.num_layers * architecture.num_heads * architecture.head_dim
+
+
+def _optimizer_bytes(architecture: Architecture, element_bytes: int) -> float:
+    """States, parameters and gradients, read and written once."""
+    return architecture.num_parameters * 2.0 * (2 * element_bytes + _STATE_BYTES)
+
+
 class TrainingCost:
     """Times and sizes of one trainer.
 
@@ -87,7 +110,7 @@ class TrainingCost:
 
     def model_flops(self, batch: TrainBatch) -> float:
         """Forward and backward of the batch, recomputation not counted."""
-        return (1.0 + _BACKWARD) * self._forward_flops(batch.num_tokens, batch.pairs)
+        return (1.0 + _BACKWARD) * forward_flops(self.architecture, batch.num_tokens, batch.pairs)
 
     def step_s(self, batch: TrainBatch) -> float:
         """One optimizer step.
@@ -120,7 +143,7 @@ class TrainingCost:
         """A micro-batch of one data rank on one stage."""
         layout, roofline = self.layout, self.roofline
         passes = 1.0 + _BACKWARD + (1.0 if layout.recompute else 0.0)
-        flops = passes * self._forward_flops(num_tokens, num_tokens * pairs_per_token)
+        flops = passes * forward_flops(self.architecture, num_tokens, num_tokens * pairs_per_token)
         flops /= layout.tp * layout.cp * layout.pp
         stage_bytes = self.architecture.num_parameters * self.element_bytes / layout.tp / layout.pp
         compute_s = roofline.work_s(flops, passes * stage_bytes, roofline.corrections.train_compute)
@@ -130,11 +153,6 @@ class TrainingCost:
         layers = math.ceil(self.architecture.num_layers / layout.pp)
         pipeline_s = self._pipeline_s(num_tokens / layout.cp)
         return max(compute_s, hidden_s) + exposed_s + pipeline_s + passes * roofline.launches_s(layers)
-
-    def _forward_flops(self, num_tokens: float, pairs: float) -> float:
-        architecture = self.architecture
-        products = 2.0 * num_tokens * (architecture.active_parameters + architecture.head_parameters)
-        return products + 4.0 * pairs * architecture.num_layers * architecture.num_heads * architecture.head_dim
 
     def _tensor_s(self, tokens: float, passes: float) -> float:
         """Two all-reduces a layer and pass."""
@@ -167,8 +185,7 @@ class TrainingCost:
         return 2.0 * self.roofline.transfer_s(tokens * self.architecture.hidden_size * self.element_bytes)
 
     def _optimizer_s(self) -> float:
-        """States, parameters and gradients are read and written once."""
-        num_bytes = self.architecture.num_parameters * 2 * (2 * self.element_bytes + _STATE_BYTES)
+        num_bytes = _optimizer_bytes(self.architecture, self.element_bytes)
         return self.roofline.work_s(0.0, num_bytes / self.layout.num_devices, 1.0)
 
 

@@ -292,7 +292,7 @@ class SimReplica:
             num_decoding=num_running,
             kv_tokens=grown,
             prefill_tokens=chunk,
-            prefill_pairs=chunk * (call.kv_tokens - call.to_prefill / 2) if call is not None else 0.0,
+            prefill_pairs=chunk * (call.kv_tokens - (call.to_prefill - 1) / 2) if call is not None else 0.0,
             num_prompts=1 if call is not None else 0,
         )
         step_s = self.cost.step_s(work)

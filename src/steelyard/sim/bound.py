@@ -1,0 +1,230 @@
+"""A proven lower bound on the time of a simulated run, whatever decides: no split, routing or schedule is faster.
+
+Let T be the time from the start to the end of the last of N optimizer steps, B the groups of a batch and L the lag
+bound. All of these hold at once; the bound is the largest.
+
+*Work.* The devices work at most D T device-seconds. For sampling, a step of a replica of t devices takes at least the
+larger of its arithmetic and its memory traffic, and a sum of maxima is at least the maximum of the sums: so
+arithmetic and traffic may each be added up over all tokens. Traffic holds the weights once a step. A step's sequences
+fit into the KV memory of C tokens and into the batch of M, so a sequence with context c may be charged the share
+``max(c / C, 1 / M) / 2`` of the weights, and the shares of a step add up to at most 1. Prompts are computed at least
+once, siblings and turns sharing nothing but what was theirs before. Training and scoring take what they take in their
+best layout, and layouts are compared by device-seconds.
+
+*Lag.* A group is admitted when at most ``(L + 1) B`` groups, itself included, have not become weights that are READY.
+It holds its place from then until the version that was trained on it is READY. By Little's argument the places, ``(L
++ 1) B T`` place-seconds, suffice for the sum over groups of the time that each must hold one: the critical path of
+its slowest member, a training step, and publication (but for the last step's).
+
+*Path.* With L = 0 a step waits for the slowest group of its batch, and nothing overlaps: the steps add up. For any L
+the run takes at least the longest path of any group and one step.
+
+*Trainer.* Steps follow each other: N times the fastest step, after the fastest first batch.
+
+*Tools.* Tool time over tool slots.
+"""
+
+from collections.abc import Sequence
+
+from steelyard.allocation.moving_cost import MovingCost
+from steelyard.allocation.roofline import Roofline
+from steelyard.allocation.serving_cost import ServingCost, check_tp
+from steelyard.allocation.training_cost import TrainBatch, least_device_s
+from steelyard.allocation.workload import GroupWork, TrajectoryWork
+from steelyard.errors import InputError
+from steelyard.sim.setup import SimSetup
+from steelyard.types.record import Record
+
+_MIXES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+class Bound(Record, frozen=True, kw_only=True):
+    """Seconds that no run goes below, by reason. See the module's text for why."""
+
+    work_s: float
+    lag_s: float
+    path_s: float
+    trainer_s: float
+    tools_s: float
+
+    @property
+    def makespan_s(self) -> float:
+        """The largest of them."""
+        return max(self.work_s, self.lag_s, self.path_s, self.trainer_s, self.tools_s)
+
+    @property
+    def binding(self) -> str:
+        """The name of the largest: what a faster run would have to change."""
+        names = ("work", "lag", "path", "trainer", "tools")
+        return max(names, key=lambda name: float(getattr(self, f"{name}_s")))
+
+
+def lower_bound(setup: SimSetup) -> Bound:
+    """The bound of one run.
+
+    Raises:
+        InputError: the model fits into no layout.
+    """
+    return _Bounds(setup).bound()
+
+
+class _Bounds:
+    def __init__(self, setup: SimSetup) -> None:
+        self._setup = setup
+        self._roofline = Roofline(setup.device, setup.corrections)
+        self._layouts = serving_layouts(setup)
+        self._groups = setup.admitted_groups()
+        moving = MovingCost(setup.model, self._roofline, setup.rates, setup.element_bytes)
+        self._publish_s = moving.write_s() + min(moving.load_s(layout) for layout in self._layouts)
+        self._train_device_s = [self._train_work_s(batch) for batch in self._batches()]
+
+    def bound(self) -> Bound:
+        setup = self._setup
+        paths = [self._group_path_s(group) for group in self._groups]
+        steps = [device_s / setup.num_devices for device_s in self._train_device_s]
+        fastest_s = min(steps)
+        work_s = self._rollout_work_s() + sum(self._train_device_s) + self._reward_work_s()
+        tool_s = sum(trajectory.tool_s for group in self._groups for trajectory in group.trajectories)
+        return Bound(
+            work_s=work_s / setup.num_devices,
+            lag_s=self._lag_s(paths, fastest_s),
+            path_s=self._path_s(paths, steps, fastest_s),
+            trainer_s=sum(steps) + self._first_batch_s(paths),
+            tools_s=tool_s / setup.tool_slots if setup.tool_slots is not None else 0.0,
+        )
+
+    def _batches(self) -> list[tuple[GroupWork, ...]]:
+        """Groups by their place in the order of admission; which step takes which is not known, sums do not depend on
+        it."""
+        size = self._setup.groups_per_batch
+        return [self._groups[start : start + size] for start in range(0, len(self._groups), size)]
+
+    def _lag_s(self, paths: Sequence[float], fastest_step_s: float) -> float:
+        setup = self._setup
+        held_s = sum(paths) + len(paths) * fastest_step_s
+        held_s += (len(paths) - setup.groups_per_batch) * self._publish_s
+        return held_s / ((setup.max_policy_lag + 1) * setup.groups_per_batch)
+
+    def _path_s(self, paths: Sequence[float], steps: Sequence[float], fastest_step_s: float) -> float:
+        if self._setup.max_policy_lag:
+            return max(paths) + fastest_step_s
+        size = self._setup.groups_per_batch
+        slowest = [max(paths[start : start + size]) for start in range(0, len(paths), size)]
+        return sum(slowest) + sum(steps) + (len(steps) - 1) * self._publish_s
+
+    def _first_batch_s(self, paths: Sequence[float]) -> float:
+        """No step begins before a whole batch of groups is done, whichever they are."""
+        size = self._setup.groups_per_batch
+        first = sorted(paths[: size * (self._setup.max_policy_lag + 1)])
+        return first[size - 1]
+
+    def _group_path_s(self, group: GroupWork) -> float:
+        return max(self._trajectory_path_s(trajectory) for trajectory in group.trajectories)
+
+    def _trajectory_path_s(self, trajectory: TrajectoryWork) -> float:
+        """Alone on the fastest layout, turn by turn; then its score."""
+        path_s = self._setup.reward.function_s + trajectory.tool_s
+        for turn, context in zip(trajectory.turns, trajectory.contexts(), strict=True):
+            held = context - turn.new_prompt_tokens
+            decoded = turn.generated_tokens - 1
+            # A step's time is convex in the context: the mean over tokens is at least the time at their mean context.
+            mean_context = context + (turn.generated_tokens / 2 if decoded else 0)
+            path_s += min(
+                layout.prefill_s(max(1, turn.new_prompt_tokens), held) + decoded * layout.decode_step_s(1, mean_context)
+                for layout in self._layouts
+            )
+        return path_s
+
+    def _rollout_work_s(self) -> float:
+        """Device-seconds; the best of several valid ways to mix arithmetic with traffic, and shares of the weights."""
+        return max(
+            sum(
+                min(self._trajectory_work_s(trajectory, layout, mix, share) for layout in self._layouts)
+                for group in self._groups
+                for trajectory in group.trajectories
+            )
+            for mix in _MIXES
+            for share in (0.0, 0.5, 1.0)
+        )
+
+    def _trajectory_work_s(self, trajectory: TrajectoryWork, layout: ServingCost, mix: float, share: float) -> float:
+        """Device-seconds of one trajectory in one layout: ``mix`` of its arithmetic and the rest of its traffic.
+
+        ``share`` of the weights is charged by context over KV memory, the rest by sequences over the batch.
+        """
+        num_decoded = sum(turn.generated_tokens - 1 for turn in trajectory.turns)
+        num_prompt = sum(turn.new_prompt_tokens for turn in trajectory.turns)
+        kv_read = sum(
+            (turn.generated_tokens - 1) * (context + turn.generated_tokens / 2)
+            for turn, context in zip(trajectory.turns, trajectory.contexts(), strict=True)
+        )
+        pairs = sum(
+            turn.new_prompt_tokens * (context - turn.new_prompt_tokens / 2)
+            for turn, context in zip(trajectory.turns, trajectory.contexts(), strict=True)
+        )
+        rates, model = self._roofline.corrections, self._setup.model
+        attention = 4.0 * model.num_layers * model.num_heads * model.head_dim
+        decode_flops = num_decoded * 2.0 * (model.active_parameters + model.head_parameters) + attention * kv_read
+        prefill_flops = num_prompt * 2.0 * model.active_parameters + attention * pairs
+        weights = layout.touched_bytes(1) * (
+            share * kv_read / layout.kv_capacity_tokens + (1.0 - share) * num_decoded / self._setup.max_running
+        )
+        decode_bytes = layout.tp * (layout.kv_bytes_per_token * (kv_read + num_decoded) + weights)
+        prefill_bytes = layout.tp * layout.kv_bytes_per_token * num_prompt
+        arithmetic_s = self._roofline.work_s(decode_flops, 0.0, rates.decode_compute)
+        arithmetic_s += self._roofline.work_s(prefill_flops, 0.0, rates.prefill_compute)
+        traffic_s = self._roofline.work_s(0.0, decode_bytes + prefill_bytes, 1.0)
+        # What communication takes for each token; its latency is shared by a step of any size.
+        talk_s = layout.tp * (num_decoded + num_prompt) * (layout.communication_s(2) - layout.communication_s(1))
+        return mix * arithmetic_s + (1.0 - mix) * traffic_s + talk_s
+
+    def _train_work_s(self, groups: Sequence[GroupWork]) -> float:
+        batch = train_batch(groups)
+        return least_device_s(self._setup.model, self._roofline, batch, self._setup.element_bytes)
+
+    def _reward_work_s(self) -> float:
+        """A forward pass of the reward model over every trajectory, its weights read for free."""
+        model = self._setup.reward.model
+        if model is None:
+            return 0.0
+        batch = train_batch(self._groups)
+        attention = 4.0 * model.num_layers * model.num_heads * model.head_dim
+        flops = 2.0 * batch.num_tokens * model.active_parameters + attention * batch.pairs
+        return self._roofline.work_s(flops, 0.0, self._roofline.corrections.prefill_compute)
+
+
+def train_batch(groups: Sequence[GroupWork]) -> TrainBatch:
+    """What an optimizer step computes for so many groups, each trajectory once, its segments apart."""
+    num_tokens, pairs, longest = 0, 0.0, 0
+    for group in groups:
+        for trajectory in group.trajectories:
+            segment = 0
+            for turn in trajectory.turns:
+                segment = 0 if turn.resets_context else segment
+                added = turn.new_prompt_tokens + turn.generated_tokens
+                pairs += added * segment + added * (added + 1) / 2
+                segment += added
+                num_tokens += added
+                longest = max(longest, segment)
+    return TrainBatch(num_tokens=num_tokens, pairs=pairs, longest_tokens=longest)
+
+
+def serving_layouts(setup: SimSetup) -> tuple[ServingCost, ...]:
+    """Every tensor-parallel size that the model, the node and the number of devices allow.
+
+    Raises:
+        InputError: there is none; says why the largest does not fit.
+    """
+    roofline = Roofline(setup.device, setup.corrections)
+    found, reason = list[ServingCost](), "no device is left to serve"
+    for tp in range(1, min(setup.num_devices, setup.device.devices_per_node) + 1):
+        try:
+            check_tp(setup.model, roofline, tp)
+            found.append(ServingCost(setup.model, roofline, tp, setup.element_bytes))
+        except InputError as error:
+            reason = str(error)
+    if not found:
+        raise InputError(
+            f"{setup.name}: {setup.model.name} fits into no layout of {setup.num_devices} devices: {reason}"
+        )
+    return tuple(found)

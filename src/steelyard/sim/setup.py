@@ -1,0 +1,69 @@
+"""What is simulated: devices, model, work and rules, as plain records."""
+
+from steelyard.allocation.architecture import Architecture
+from steelyard.allocation.devices import DeviceKind
+from steelyard.allocation.moving_cost import MovingRates
+from steelyard.allocation.roofline import Corrections
+from steelyard.allocation.workload import GroupWork, Workload
+from steelyard.errors import InputError
+from steelyard.types.record import Record
+
+
+class RewardWork(Record, frozen=True, kw_only=True):
+    """How trajectories are scored.
+
+    By a function on CPUs: ``function_s`` seconds in one of ``num_slots`` (None: as many as are asked for). By a model
+    on devices of the reward pool: one forward pass of ``model`` over the trajectory.
+    """
+
+    function_s: float = 0.0
+    num_slots: int | None = None
+    model: Architecture | None = None
+
+
+class SimSetup(Record, frozen=True, kw_only=True):
+    """One simulated run.
+
+    Attributes:
+        num_devices: devices of one kind, whatever their role.
+        num_steps: optimizer steps to do.
+        groups_per_batch: groups that a step consumes; each as large as the workload has it.
+        max_policy_lag: bound of the staleness, in steps.
+        tool_slots: tools that can run at once; None: no limit.
+        max_running: sequences in the batch of one replica.
+        element_bytes: of weights and KV.
+    """
+
+    name: str
+    device: DeviceKind
+    num_devices: int
+    model: Architecture
+    corrections: Corrections
+    workload: Workload
+    num_steps: int
+    groups_per_batch: int
+    max_policy_lag: int
+    rates: MovingRates = MovingRates()
+    reward: RewardWork = RewardWork()
+    tool_slots: int | None = None
+    max_running: int = 256
+    element_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        least = 3 if self.reward.model is not None else 2
+        for field, low in (
+            ("num_devices", least),
+            ("num_steps", 1),
+            ("groups_per_batch", 1),
+            ("max_policy_lag", 0),
+            ("max_running", 1),
+            ("element_bytes", 1),
+        ):
+            if getattr(self, field) < low:
+                raise InputError(f"{field} must be >= {low}, got {getattr(self, field)}")
+        if self.tool_slots is not None and self.tool_slots < 1:
+            raise InputError(f"tool_slots must be >= 1, or null for no limit, got {self.tool_slots}")
+
+    def admitted_groups(self) -> tuple[GroupWork, ...]:
+        """The groups that a run without drops trains on, in the order in which they are admitted."""
+        return tuple(self.workload.group(position) for position in range(self.num_steps * self.groups_per_batch))

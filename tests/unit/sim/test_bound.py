@@ -1,0 +1,201 @@
+"""The bound against simulated replicas, and by hand where the answer is known."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from steelyard.allocation.architecture import Architecture
+from steelyard.allocation.devices import DeviceKind
+from steelyard.allocation.roofline import IDEAL, Corrections, Roofline
+from steelyard.allocation.synthetic import LengthSpec, SyntheticSpec, draw_workload
+from steelyard.allocation.training_cost import TrainBatch, TrainingCost, TrainLayout
+from steelyard.allocation.workload import GroupWork, TrajectoryWork, TurnWork, Workload
+from steelyard.errors import InputError
+from steelyard.sim.bound import lower_bound, serving_layouts, train_batch
+from steelyard.sim.kernel import Kernel
+from steelyard.sim.replica import SimCall, SimReplica
+from steelyard.sim.setup import RewardWork, SimSetup
+
+MODEL = Architecture(
+    name="small", num_layers=8, hidden_size=512, intermediate_size=1024, num_heads=8, num_kv_heads=2, head_dim=64,
+    vocab_size=1000,
+)  # fmt: skip
+DEVICE = DeviceKind(
+    name="toy",
+    peak_flops_per_s=1e12,
+    memory_bytes_per_s=1e11,
+    memory_bytes=1e9,
+    link_bytes_per_s=1e10,
+    network_bytes_per_s=1e9,
+    devices_per_node=8,
+    link_latency_s=1e-5,
+    launch_s=1e-5,
+)
+
+
+def one_group(*turns: TurnWork) -> Workload:
+    return Workload(name="w", groups=(GroupWork(task_id="t", trajectories=(TrajectoryWork(turns=turns),)),))
+
+
+def setup(workload: Workload, **changes: Any) -> SimSetup:
+    settings: dict[str, Any] = {
+        "name": "s", "device": DEVICE, "num_devices": 4, "model": MODEL, "corrections": IDEAL, "workload": workload,
+        "num_steps": 1, "groups_per_batch": 1, "max_policy_lag": 1,
+    }  # fmt: skip
+    return SimSetup(**{**settings, **changes})
+
+
+def test_a_long_tool_call_is_a_path_that_no_devices_shorten() -> None:
+    turns = (
+        TurnWork(new_prompt_tokens=10, generated_tokens=5, tool_s=100.0),
+        TurnWork(new_prompt_tokens=1, generated_tokens=1),
+    )
+    few, many = (lower_bound(setup(one_group(*turns), num_devices=count)) for count in (2, 64))
+    assert few.binding == "path"
+    assert 100.0 < many.path_s < 100.1
+    assert many.makespan_s == pytest.approx(few.makespan_s, rel=0.01)
+
+
+def test_work_falls_with_devices_and_rises_with_tokens() -> None:
+    turn = TurnWork(new_prompt_tokens=100, generated_tokens=200)
+    base = lower_bound(setup(one_group(turn))).work_s
+    assert lower_bound(setup(one_group(turn), num_devices=8)).work_s == pytest.approx(base / 2)
+    longer = TurnWork(new_prompt_tokens=100, generated_tokens=400)
+    assert lower_bound(setup(one_group(longer))).work_s > base
+
+
+def test_the_lag_bound_holds_throughput_to_its_share_of_places() -> None:
+    turn = TurnWork(new_prompt_tokens=10, generated_tokens=10, tool_s=0.0)
+    slow = (TurnWork(new_prompt_tokens=10, generated_tokens=1, tool_s=50.0), turn)
+    bounds = [lower_bound(setup(one_group(*slow), num_steps=100, max_policy_lag=lag)) for lag in (0, 1, 4)]
+    assert [round(bound.lag_s / 50.0) for bound in bounds] == [100, 50, 20]
+    assert bounds[0].path_s == pytest.approx(bounds[0].lag_s, rel=0.01)
+
+
+def test_the_slowest_sibling_decides_how_long_a_group_holds_its_place() -> None:
+    quick = TrajectoryWork(turns=(TurnWork(new_prompt_tokens=10, generated_tokens=10),))
+    waits = TurnWork(new_prompt_tokens=10, generated_tokens=10, tool_s=30.0)
+    slow = TrajectoryWork(turns=(waits, *quick.turns))
+    group = GroupWork(task_id="t", trajectories=(quick, quick, quick, slow))
+    bound = lower_bound(setup(Workload(name="w", groups=(group,)), num_steps=10, max_policy_lag=0))
+    assert bound.lag_s > 10 * 30.0
+
+
+def test_few_tool_slots_are_a_bound_of_their_own() -> None:
+    turns = (
+        TurnWork(new_prompt_tokens=10, generated_tokens=1, tool_s=8.0),
+        TurnWork(new_prompt_tokens=1, generated_tokens=1),
+    )
+    bound = lower_bound(setup(one_group(*turns), num_steps=20, groups_per_batch=4, tool_slots=2))
+    assert bound.tools_s == 20 * 4 * 8.0 / 2
+    assert bound.binding == "tools"
+
+
+def test_a_reward_model_is_work_and_a_function_is_a_path() -> None:
+    turn = TurnWork(new_prompt_tokens=1000, generated_tokens=10)
+    plain = lower_bound(setup(one_group(turn)))
+    assert lower_bound(setup(one_group(turn), reward=RewardWork(model=MODEL))).work_s > plain.work_s
+    assert lower_bound(setup(one_group(turn), reward=RewardWork(function_s=3.0))).path_s == pytest.approx(
+        plain.path_s + 3.0
+    )
+
+
+def test_a_model_that_fits_nowhere_is_refused() -> None:
+    turn = TurnWork(new_prompt_tokens=1, generated_tokens=1)
+    with pytest.raises(InputError, match="s: small fits into no layout of 4 devices: tp must be large enough"):
+        lower_bound(setup(one_group(turn), device=DeviceKind(**{**_fields(DEVICE), "memory_bytes": 1e6})))
+    with pytest.raises(InputError, match="num_steps must be >= 1, got 0"):
+        setup(one_group(turn), num_steps=0)
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> SimSetup:
+    rng = random.Random(draw(st.integers(0, 10_000)))
+    spec = SyntheticSpec(
+        num_groups=draw(st.integers(1, 5)),
+        group_size=draw(st.integers(1, 4)),
+        turns=LengthSpec(median=draw(st.integers(1, 4)), sigma=0.5),
+        generated_tokens=LengthSpec(median=draw(st.integers(1, 300)), sigma=draw(st.floats(0, 1))),
+        first_prompt_tokens=LengthSpec(median=draw(st.integers(1, 2000))),
+        tool_result_tokens=LengthSpec(median=draw(st.integers(1, 500))),
+        tool_s=LengthSpec(median=draw(st.floats(0.001, 0.5)), sigma=1.0),
+        max_context_tokens=8192,
+    )
+    corrected = Corrections(
+        prefill_compute=draw(st.floats(1, 3)),
+        decode_compute=draw(st.floats(1, 3)),
+        memory=draw(st.floats(1, 3)),
+        communication=draw(st.floats(1, 3)),
+        launch=draw(st.floats(0, 2)),
+        overlap=draw(st.floats(0, 1)),
+    )
+    kv_bytes = MODEL.kv_elements_per_token * 2
+    room = draw(st.sampled_from([8192, 20_000, 200_000]))
+    device = DeviceKind(**{**_fields(DEVICE), "memory_bytes": (MODEL.num_parameters * 2 + room * kv_bytes) / 0.9})
+    workload = draw_workload(spec, "w", rng)
+    return setup(
+        workload,
+        device=device,
+        corrections=corrected,
+        groups_per_batch=spec.num_groups,
+        num_devices=draw(st.sampled_from([2, 4, 8])),
+        max_running=draw(st.sampled_from([2, 16, 256])),
+        max_policy_lag=draw(st.integers(0, 2)),
+    )
+
+
+@settings(deadline=None, max_examples=150)
+@given(setups(), st.randoms(use_true_random=False), st.sampled_from([1, 2, 4]))
+def test_no_routing_on_any_layout_samples_and_trains_a_batch_faster_than_the_bound(
+    made: SimSetup, rng: random.Random, tp: int
+) -> None:
+    layouts = [layout for layout in serving_layouts(made) if layout.tp == tp]
+    if not layouts:
+        return
+    kernel = Kernel()
+    number = made.num_devices // tp
+    replicas = [SimReplica(f"r{index}", kernel, layouts[0], max_running=made.max_running) for index in range(number)]
+    for group in made.admitted_groups():
+        for number, trajectory in enumerate(group.trajectories):
+            _play(kernel, replicas, rng, f"{group.task_id}.{number}", trajectory)
+    kernel.run()
+    roomy = Roofline(DeviceKind(**{**_fields(made.device), "memory_bytes": 1e12}), made.corrections)
+    layout = TrainLayout(dp=made.num_devices, micro_batch_tokens=65_536)
+    trainer_s = TrainingCost(made.model, roomy, layout).step_s(train_batch(made.admitted_groups()))
+    assert kernel.now_s() + trainer_s >= lower_bound(made).makespan_s * (1 - 1e-9)
+
+
+def test_a_batch_counts_each_segment_by_itself() -> None:
+    turns = (
+        TurnWork(new_prompt_tokens=3, generated_tokens=1),
+        TurnWork(new_prompt_tokens=1, generated_tokens=1),
+        TurnWork(new_prompt_tokens=2, generated_tokens=2, resets_context=True),
+    )
+    batch = train_batch(one_group(*turns).groups)
+    assert batch == TrainBatch(num_tokens=10, pairs=21 + 10, longest_tokens=6)
+
+
+def _play(
+    kernel: Kernel, replicas: list[SimReplica], rng: random.Random, name: str, trajectory: TrajectoryWork
+) -> None:
+    contexts = trajectory.contexts()
+
+    def call(index: int) -> None:
+        turn = trajectory.turns[index]
+
+        def done() -> None:
+            if index + 1 < len(trajectory.turns):
+                kernel.after(turn.tool_s, lambda: call(index + 1))
+
+        rng.choice(replicas).submit(
+            SimCall(attempt_id=name, prompt_tokens=contexts[index], new_tokens=turn.generated_tokens, on_done=done)
+        )
+
+    call(0)
+
+
+def _fields(record: DeviceKind) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__struct_fields__}
