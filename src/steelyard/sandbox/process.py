@@ -8,10 +8,8 @@ size are still bounded. The protocol, the supervisor and what a result means are
 import asyncio
 import functools
 import logging
-import shutil
 import socket
 import sys
-import tempfile
 from pathlib import Path
 
 from steelyard.config import SandboxConfig
@@ -47,11 +45,11 @@ class ProcessStarter:
 
     async def start(self) -> OwnedSandbox:
         """See :class:`steelyard.sandbox.base.Starter`."""
-        directory = Path(tempfile.mkdtemp(prefix="steelyard-"))
+        directory = self._registry.make_directory()
         try:
             process, ours = await HostProcess.start(self._command, socket.SOCK_STREAM, self._registry, directory)
         except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)
+            self._registry.drop_directory(directory)
             raise
 
         async def end() -> None:
@@ -84,4 +82,4 @@ class ProcessStarter:
 
     def _tidy(self, sandbox: ConnectedSandbox, directory: Path, _gone: "asyncio.Future[None]") -> None:
         self._alive.discard(sandbox)
-        shutil.rmtree(directory, ignore_errors=True)
+        self._registry.drop_directory(directory)

@@ -5,7 +5,9 @@ One small file per process: its id, and when it started, since ids are used agai
 
 import contextlib
 import logging
+import secrets
 import shutil
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -14,6 +16,8 @@ import psutil
 logger = logging.getLogger(__name__)
 
 _GONE_DEADLINE_S = 10.0
+_PREFIX = "steelyard-"
+_NOTE = ".folder"
 
 
 class HostProcess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,6 +50,23 @@ class Registry:
         """``pid`` has ended."""
         self._path(pid).unlink(missing_ok=True)
 
+    def make_directory(self) -> Path:
+        """A new directory under the system's temporary one, noted before it is made: a kill leaves none unknown.
+
+        Raises:
+            OSError: the note or the directory cannot be made.
+        """
+        self._directory.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.gettempdir()) / f"{_PREFIX}{secrets.token_hex(8)}"
+        self._note_of(made).write_text(str(made), encoding="utf-8")
+        made.mkdir(mode=0o700)
+        return made
+
+    def drop_directory(self, directory: Path) -> None:
+        """Delete what :meth:`make_directory` made, and its note."""
+        shutil.rmtree(directory, ignore_errors=True)
+        self._note_of(directory).unlink(missing_ok=True)
+
     def sweep(self) -> int:
         """Kill what still runs, delete its directory, forget it; how many there were.
 
@@ -65,7 +86,16 @@ class Registry:
             if entry.directory is not None:
                 shutil.rmtree(entry.directory, ignore_errors=True)
             path.unlink()
+        for note in sorted(self._directory.glob(f"{_PREFIX}*{_NOTE}")):
+            made = Path(note.read_text(encoding="utf-8"))
+            # A note that was cut off names something else.
+            if made.name == note.name.removesuffix(_NOTE):
+                shutil.rmtree(made, ignore_errors=True)
+            note.unlink()
         return num_swept
+
+    def _note_of(self, directory: Path) -> Path:
+        return self._directory / f"{directory.name}{_NOTE}"
 
     def _end(self, entry: HostProcess) -> bool:
         try:

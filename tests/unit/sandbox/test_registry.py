@@ -73,3 +73,15 @@ def test_the_notes_of_all_dead_owners_of_a_run_are_swept(tmp_path: Path) -> None
             process.wait(30)
     assert end_abandoned_sandboxes(tmp_path) == 0
     assert end_abandoned_sandboxes(tmp_path / "absent") == 0
+
+
+def test_a_directory_is_noted_before_it_is_made_so_that_a_kill_in_between_leaves_nothing(tmp_path: Path) -> None:
+    registry = Registry(tmp_path / "notes")
+    made, dropped = registry.make_directory(), registry.make_directory()
+    (made / "file").write_text("left by a kill")
+    registry.drop_directory(dropped)
+    assert made.is_dir() and not dropped.exists()
+    torn = tmp_path / "notes" / "steelyard-0000.folder"
+    torn.write_text(str(tmp_path)[:-3])
+    assert Registry(tmp_path / "notes").sweep() == 0
+    assert not made.exists() and list((tmp_path / "notes").iterdir()) == []
