@@ -3,6 +3,7 @@
 from steelyard.allocation.architecture import Architecture
 from steelyard.allocation.roofline import Roofline
 from steelyard.allocation.serving_cost import ServingCost
+from steelyard.errors import InputError
 from steelyard.types.record import Record
 
 _PROBE_TOKENS = 256
@@ -23,6 +24,14 @@ class MovingRates(Record, frozen=True, kw_only=True):
     start_s: float = 5.0
     release_s: float = 1.0
 
+    def __post_init__(self) -> None:
+        for field in ("storage_bytes_per_s", "digest_bytes_per_s"):
+            if not getattr(self, field) > 0.0:
+                raise InputError(f"rates.{field} must be > 0, got {getattr(self, field)}")
+        for field in ("start_s", "release_s"):
+            if not getattr(self, field) >= 0.0:
+                raise InputError(f"rates.{field} must be >= 0, got {getattr(self, field)}")
+
 
 class MovingCost:
     """Times of moves, in seconds."""
@@ -35,7 +44,7 @@ class MovingCost:
         self._weight_bytes = float(architecture.num_parameters * element_bytes)
 
     def write_s(self) -> float:
-        """The trainer writes and hashes a version, one beside the other, and probes it."""
+        """The trainer writes and hashes a version, one beside the other."""
         return max(
             self._weight_bytes / self._rates.storage_bytes_per_s, self._weight_bytes / self._rates.digest_bytes_per_s
         )
@@ -51,10 +60,6 @@ class MovingCost:
         """From the end of an optimizer step until every replica is READY, all at once."""
         return self.write_s() + self.load_s(serving, max(1, num_replicas))
 
-    def switch_to_rollout_s(self, serving: ServingCost) -> float:
-        """A device stops training and serves; what it drained before is not in it."""
-        return self._rates.release_s + self._rates.start_s + self.load_s(serving)
-
-    def switch_to_train_s(self, serving: ServingCost) -> float:
-        """A device stops serving and trains: it loads the weights like a replica."""
+    def switch_s(self, serving: ServingCost) -> float:
+        """A device takes up another role, either one: both load the weights. What it drained before is not in it."""
         return self._rates.release_s + self._rates.start_s + self.load_s(serving)

@@ -21,8 +21,7 @@ from steelyard.errors import InputError
 from steelyard.sim.kernel import Kernel, Timer
 
 _KV_GROWTH = 0.04
-"""A span ends when the KV that is read has grown by this share: the time of its steps is then off by at most half of
-it."""
+"""A span ends when the KV that is read has grown by this share; the time of its steps is off by half of it at most."""
 
 _MEMORY = 0.02
 """Weight of the newest call in the mean length that admission reckons with."""
@@ -39,7 +38,7 @@ class SimCall:
     num_sampled: int = 0
     to_prefill: int = 0
     started: int = 0
-    submitted_s: float = 0.0
+    order: int = 0
     is_over: bool = False
 
     @property
@@ -50,8 +49,10 @@ class SimCall:
 
 @dataclass(slots=True)
 class ReplicaTotals:
-    """Sums since the start. ``cached_tokens``: of prompts, not computed again; ``recomputed_tokens``: after being put
-    back."""
+    """Sums since the start.
+
+    ``cached_tokens``: of prompts, not computed again; ``recomputed_tokens``: after being put back.
+    """
 
     prefill_tokens: int = 0
     decode_tokens: int = 0
@@ -128,7 +129,6 @@ class SimReplica:
             raise InputError(
                 f"a call of {whole} tokens must fit into the KV memory of {self.name}: {self.kv_capacity_tokens} tokens"
             )
-        call.submitted_s = self.kernel.now_s()
         self._waiting.append(call)
         self._interrupt()
 
@@ -196,6 +196,7 @@ class SimReplica:
         self._running[call] = None
         self._running_kv += call.kv_tokens
         self._order += 1
+        call.order = self._order
         heapq.heappush(self._ends, (call.started + call.new_tokens, self._order, call))
 
     def _drop_cancelled(self) -> None:
@@ -215,10 +216,10 @@ class SimReplica:
 
     def _finish_ended(self) -> None:
         ended = list[SimCall]()
-        while self._ends and (self._ends[0][0] <= self._num_steps or self._ends[0][2] not in self._running):
-            ends_at, _, call = heapq.heappop(self._ends)
-            if call in self._running and ends_at == call.started + call.new_tokens:
-                ended.append(call)
+        while self._ends and (self._ends[0][0] <= self._num_steps or not self._is_current(self._ends[0])):
+            entry = heapq.heappop(self._ends)
+            if self._is_current(entry):
+                ended.append(entry[2])
         for call in ended:
             self._stop_running(call)
             call.is_over = True
@@ -226,6 +227,11 @@ class SimReplica:
             self._keep(call.attempt_id, call.kv_tokens)
         for call in ended:
             call.on_done()
+
+    def _is_current(self, entry: tuple[int, int, SimCall]) -> bool:
+        """Whether it speaks of the batch as it is: a sequence that was put back and came again has a later entry."""
+        _, order, call = entry
+        return call in self._running and call.order == order
 
     def _keep(self, attempt_id: str, num_tokens: int) -> None:
         self.release(attempt_id)
@@ -246,9 +252,10 @@ class SimReplica:
         call = self._waiting[0]
         kept = self._kept.pop(call.attempt_id, 0)
         self._kept_tokens -= kept
-        # Those that run have, on average, half of their tokens still to come.
-        growth = round((len(self._running) + 1) * self._mean_new_tokens / 2) if self._running else 1
-        if not self._make_room(call.kv_tokens + growth):
+        # Those that run have, on average, half of their tokens still to come, and a token each at the least: who is let
+        # in must not be put back before it has sampled.
+        growth = max(1.0, self._mean_new_tokens / 2) * (len(self._running) + 1) if self._running else 1.0
+        if not self._make_room(call.kv_tokens + math.ceil(growth)):
             if kept:
                 self._keep(call.attempt_id, kept)
             return
@@ -303,7 +310,7 @@ class SimReplica:
         limits = [math.ceil(call.to_prefill / chunk)] if call is not None else []
         if self._running:
             num_running = len(self._running)
-            while self._ends[0][2] not in self._running:
+            while not self._is_current(self._ends[0]):
                 heapq.heappop(self._ends)
             free = self.kv_capacity_tokens - self.kv_tokens + self._kept_tokens
             limits += [
