@@ -90,6 +90,10 @@ class Architecture(Record, frozen=True, kw_only=True):
         """Keys and values of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
+    def attention_flops(self, pairs: float) -> float:
+        """Scores and weighted sums: two products of ``head_dim`` for each pair of tokens, head and layer."""
+        return 4.0 * pairs * self.num_layers * self.num_heads * self.head_dim
+
     def touched_experts_frac(self, num_tokens: float) -> float:
         """Expected share of the experts that ``num_tokens`` go through, if the router spreads them evenly."""
         if self.experts is None:

@@ -17,8 +17,8 @@ class DeviceKind(Record, frozen=True, kw_only=True):
     """What one device can do at best.
 
     Attributes:
-        peak_flops_per_s: dense matrix products in the dtype that the model is served and trained in (bf16; fp32 on
-        CPU). memory_bytes_per_s: reading device memory.
+        peak_flops_per_s: dense matrix products in the dtype of serving and training (bf16; fp32 on a CPU).
+        memory_bytes_per_s: reading device memory.
         memory_bytes: device memory; ``usable_frac`` of it is for weights, KV, gradients and activations.
         link_bytes_per_s: between two devices of one node, one direction.
         network_bytes_per_s: between two nodes, one direction, for each device.

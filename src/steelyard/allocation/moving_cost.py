@@ -48,7 +48,7 @@ class MovingCost:
         self._weight_bytes = float(architecture.num_parameters * element_bytes)
 
     def write_s(self) -> float:
-        """The trainer writes and hashes a version, one beside the other, and probes it."""
+        """The trainer writes and hashes a version, one beside the other."""
         return max(
             self._weight_bytes / self._rates.storage_bytes_per_s, self._weight_bytes / self._rates.digest_bytes_per_s
         )
@@ -67,10 +67,6 @@ class MovingCost:
         """From the end of an optimizer step until every replica is READY, all at once."""
         return self.write_s() + self.load_s(serving, max(1, num_replicas)) + self.swap_s(serving)
 
-    def switch_to_rollout_s(self, serving: ServingCost) -> float:
-        """A device stops training and serves; what it drained before is not in it."""
-        return self._rates.release_s + self._rates.start_s + self.load_s(serving) + self.swap_s(serving)
-
-    def switch_to_train_s(self, serving: ServingCost) -> float:
-        """A device stops serving and trains: it loads the weights like a replica."""
+    def switch_s(self, serving: ServingCost) -> float:
+        """A device takes up another role, either one: both load the weights. What it drained before is not in it."""
         return self._rates.release_s + self._rates.start_s + self.load_s(serving) + self.swap_s(serving)

@@ -37,7 +37,7 @@ class QueuePolicy:
         if not 0.0 <= queue_weight <= 1.0:
             raise InputError(f"scheduler.queue_weight must be between 0 and 1, got {queue_weight}")
         if not 0.0 <= dead_band <= 1.0:
-            raise InputError(f"scheduler.dead_band must be between 0 and 1, got {dead_band}")
+            raise InputError(f"dead_band must be between 0 and 1, got {dead_band}")
         self._interval_steps = adjust_interval_steps
         self._queue_weight = queue_weight
         self._dead_band = dead_band
@@ -78,9 +78,9 @@ class RatioPolicy:
 
     def __init__(self, horizon_steps: int = 10, margin: float = 1.5) -> None:
         if horizon_steps < 1:
-            raise InputError(f"allocation.options.horizon_steps must be >= 1, got {horizon_steps}")
+            raise InputError(f"horizon_steps must be >= 1, got {horizon_steps}")
         if not margin >= 1.0:
-            raise InputError(f"allocation.options.margin must be >= 1, got {margin}")
+            raise InputError(f"margin must be >= 1, got {margin}")
         self._horizon_steps = horizon_steps
         self._margin = margin
 

@@ -37,7 +37,6 @@ class ServingCost:
 
     Args:
         element_bytes: of a weight and of a key or value (2: bf16; 4: fp32).
-        sharing_devices: those in a node; ``tp`` must not exceed them.
 
     Raises:
         InputError: the layout cannot be: ``tp`` does not divide the heads, exceeds the node, or the weights do not fit.
@@ -121,7 +120,7 @@ class ServingCost:
         """FLOPs and bytes of one device for the sequences that decode; they pay for reading the weights."""
         architecture = self.architecture
         per_token = 2.0 * (architecture.active_parameters + architecture.head_parameters)
-        flops = work.num_decoding * per_token + self._attention_flops(work.kv_tokens)
+        flops = work.num_decoding * per_token + self.architecture.attention_flops(work.kv_tokens)
         num_bytes = (work.kv_tokens + work.num_decoding) * self.kv_bytes_per_token
         if work.num_decoding:
             num_bytes += self.touched_bytes(work.num_decoding)
@@ -133,16 +132,12 @@ class ServingCost:
         flops = 2.0 * (
             work.prefill_tokens * architecture.active_parameters + work.num_prompts * architecture.head_parameters
         )
-        flops += self._attention_flops(work.prefill_pairs)
+        flops += self.architecture.attention_flops(work.prefill_pairs)
         num_bytes = work.prefill_tokens * self.kv_bytes_per_token
         if work.prefill_tokens:
             together = self.touched_bytes(work.num_decoding + work.prefill_tokens)
             num_bytes += together - (self.touched_bytes(work.num_decoding) if work.num_decoding else 0.0)
         return flops / self.tp, num_bytes
-
-    def _attention_flops(self, pairs: float) -> float:
-        """Scores and weighted sums: two products of ``head_dim`` for each pair of tokens, head and layer."""
-        return 4.0 * pairs * self.architecture.num_layers * self.architecture.num_heads * self.architecture.head_dim
 
 
 def check_tp(architecture: Architecture, roofline: Roofline, tp: int) -> None:

@@ -143,11 +143,7 @@ class Plan(Record, frozen=True, kw_only=True):
 
 
 class Policy(Protocol):
-    """Decides on devices. A pure function: the same snapshot and state give the same answer, live and simulated.
-
-    Outside policies are found through the entry-point group ``steelyard.policies``; an entry point names a callable
-    that takes the settings of ``allocation.options`` as keywords and returns a policy.
-    """
+    """Decides on devices. A pure function: the same snapshot and state give the same answer, live and simulated."""
 
     def decide(self, snapshot: Snapshot) -> Plan:
         """The split to have from now on. Called after each optimizer step. It must keep within ``snapshot.limits``."""

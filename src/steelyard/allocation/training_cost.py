@@ -64,7 +64,7 @@ def least_device_s(architecture: Architecture, roofline: Roofline, batch: TrainB
 def forward_flops(architecture: Architecture, num_tokens: float, pairs: float) -> float:
     """Of one forward pass with a loss on every token."""
     products = 2.0 * num_tokens * (architecture.active_parameters + architecture.head_parameters)
-    return products + 4.0 * pairs * architecture.num_layers * architecture.num_heads * architecture.head_dim
+    return products + architecture.attention_flops(pairs)
 
 
 def _optimizer_bytes(architecture: Architecture, element_bytes: int) -> float:

@@ -7,9 +7,9 @@ bound. All of these hold at once; the bound is the largest.
 larger of its arithmetic and its memory traffic, and a sum of maxima is at least the maximum of the sums: so
 arithmetic and traffic may each be added up over all tokens. Traffic holds the weights once a step. A step's sequences
 fit into the KV memory of C tokens and into the batch of M, so a sequence with context c may be charged the share
-``max(c / C, 1 / M) / 2`` of the weights, and the shares of a step add up to at most 1. Prompts are computed at least
-once, siblings and turns sharing nothing but what was theirs before. Training and scoring take what they take in their
-best layout, and layouts are compared by device-seconds.
+``w c / C + (1 - w) / M`` of the weights, for any w from 0 to 1: those of a step add up to at most 1. Prompts are
+computed at least once, siblings and turns sharing nothing but what was theirs before. Training and scoring take what
+they take in their best layout, and layouts are compared by device-seconds.
 
 *Lag.* A group is admitted when at most ``(L + 1) B`` groups, itself included, have not become weights that are READY.
 It holds its place from then until the version that was trained on it is READY. By Little's argument the places, ``(L
@@ -21,7 +21,7 @@ the run takes at least the longest path of any group and one step.
 
 *Trainer.* Steps follow each other: N times the fastest step, after the fastest first batch.
 
-*Tools.* Tool time over tool slots.
+*Slots.* The time of tools over their slots, and that of functions that score over theirs.
 """
 
 from collections.abc import Sequence
@@ -45,22 +45,22 @@ class Bound(Record, frozen=True, kw_only=True):
     lag_s: float
     path_s: float
     trainer_s: float
-    tools_s: float
+    slots_s: float
 
     @property
     def makespan_s(self) -> float:
         """The largest of them."""
-        return max(self.work_s, self.lag_s, self.path_s, self.trainer_s, self.tools_s)
+        return max(self.work_s, self.lag_s, self.path_s, self.trainer_s, self.slots_s)
 
     @property
     def binding(self) -> str:
         """The name of the largest: what a faster run would have to change."""
-        names = ("work", "lag", "path", "trainer", "tools")
+        names = ("work", "lag", "path", "trainer", "slots")
         return max(names, key=lambda name: float(getattr(self, f"{name}_s")))
 
 
 def lower_bound(setup: SimSetup) -> Bound:
-    """The bound of one run.
+    """The bound of one run that drops no group: it trains those that it admits, in the order of their admission.
 
     Raises:
         InputError: the model fits into no layout.
@@ -86,18 +86,16 @@ class _Bounds:
         steps = [device_s / setup.num_devices for device_s in self._train_device_s]
         fastest_s = min(steps)
         work_s = self._rollout_work_s() + sum(self._train_device_s) + self._reward_work_s()
-        tool_s = sum(trajectory.tool_s for group in self._groups for trajectory in group.trajectories)
         return Bound(
             work_s=work_s / setup.num_devices,
             lag_s=self._lag_s(paths, fastest_s),
             path_s=self._path_s(paths, steps, fastest_s),
             trainer_s=sum(steps) + self._first_batch_s(paths),
-            tools_s=tool_s / setup.tool_slots if setup.tool_slots is not None else 0.0,
+            slots_s=self._slots_s(),
         )
 
     def _batches(self) -> list[tuple[GroupWork, ...]]:
-        """Groups by their place in the order of admission; which step takes which is not known, sums do not depend on
-        it."""
+        """Groups in the order of admission. Which step takes which is not known; sums do not depend on it."""
         size = self._setup.groups_per_batch
         return [self._groups[start : start + size] for start in range(0, len(self._groups), size)]
 
@@ -119,6 +117,13 @@ class _Bounds:
         size = self._setup.groups_per_batch
         first = sorted(paths[: size * (self._setup.max_policy_lag + 1)])
         return first[size - 1]
+
+    def _slots_s(self) -> float:
+        setup, trajectories = self._setup, [one for group in self._groups for one in group.trajectories]
+        tools_s = sum(one.tool_s for one in trajectories) / setup.tool_slots if setup.tool_slots is not None else 0.0
+        num_graders = setup.reward.num_slots
+        graders_s = len(trajectories) * setup.reward.function_s / num_graders if num_graders is not None else 0.0
+        return max(tools_s, graders_s)
 
     def _group_path_s(self, group: GroupWork) -> float:
         return max(self._trajectory_path_s(trajectory) for trajectory in group.trajectories)
@@ -165,9 +170,9 @@ class _Bounds:
             for turn, context in zip(trajectory.turns, trajectory.contexts(), strict=True)
         )
         rates, model = self._roofline.corrections, self._setup.model
-        attention = 4.0 * model.num_layers * model.num_heads * model.head_dim
-        decode_flops = num_decoded * 2.0 * (model.active_parameters + model.head_parameters) + attention * kv_read
-        prefill_flops = num_prompt * 2.0 * model.active_parameters + attention * pairs
+        decode_flops = num_decoded * 2.0 * (model.active_parameters + model.head_parameters)
+        decode_flops += model.attention_flops(kv_read)
+        prefill_flops = num_prompt * 2.0 * model.active_parameters + model.attention_flops(pairs)
         weights = layout.touched_bytes(1) * (
             share * kv_read / layout.kv_capacity_tokens + (1.0 - share) * num_decoded / self._setup.max_running
         )
@@ -190,8 +195,7 @@ class _Bounds:
         if model is None:
             return 0.0
         batch = train_batch(self._groups)
-        attention = 4.0 * model.num_layers * model.num_heads * model.head_dim
-        flops = 2.0 * batch.num_tokens * model.active_parameters + attention * batch.pairs
+        flops = 2.0 * batch.num_tokens * model.active_parameters + model.attention_flops(batch.pairs)
         return self._roofline.work_s(flops, 0.0, self._roofline.corrections.prefill_compute)
 
 

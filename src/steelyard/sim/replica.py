@@ -21,8 +21,7 @@ from steelyard.errors import InputError
 from steelyard.sim.kernel import Kernel, Timer
 
 _KV_GROWTH = 0.04
-"""A span ends when the KV that is read has grown by this share: the time of its steps is then off by at most half of
-it."""
+"""A span ends when the KV that is read has grown by this share; the time of its steps is off by half of it at most."""
 
 _MEMORY = 0.02
 """Weight of the newest call in the mean length that admission reckons with."""
@@ -43,7 +42,6 @@ class SimCall:
     to_prefill: int = 0
     started: int = 0
     order: int = 0
-    submitted_s: float = 0.0
     is_over: bool = False
 
     @property
@@ -54,8 +52,10 @@ class SimCall:
 
 @dataclass(slots=True)
 class ReplicaTotals:
-    """Sums since the start. ``cached_tokens``: of prompts, not computed again; ``recomputed_tokens``: after being put
-    back."""
+    """Sums since the start.
+
+    ``cached_tokens``: of prompts, not computed again; ``recomputed_tokens``: after being put back.
+    """
 
     prefill_tokens: int = 0
     decode_tokens: int = 0
@@ -134,7 +134,6 @@ class SimReplica:
             raise InputError(
                 f"a call of {whole} tokens must fit into the KV memory of {self.name}: {self.kv_capacity_tokens} tokens"
             )
-        call.submitted_s = self.kernel.now_s()
         self._waiting.append(call)
         self._interrupt()
 
@@ -258,7 +257,7 @@ class SimReplica:
             call.on_done()
 
     def _is_current(self, entry: tuple[int, int, SimCall]) -> bool:
-        """Whether it speaks of the batch as it is: a sequence that was taken out and came back has a later entry."""
+        """Whether it speaks of the batch as it is: a sequence that was put back and came again has a later entry."""
         _, order, call = entry
         return call in self._running and call.order == order
 
@@ -281,9 +280,10 @@ class SimReplica:
         call = self._waiting[0]
         kept = self._kept.pop(call.attempt_id, 0)
         self._kept_tokens -= kept
-        # Those that run have, on average, half of their tokens still to come.
-        growth = round((len(self._running) + 1) * self._mean_new_tokens / 2) if self._running else 1
-        if not self._make_room(call.kv_tokens + growth):
+        # Those that run have, on average, half of their tokens still to come, and a token each at the least: who is let
+        # in must not be put back before it has sampled.
+        growth = max(1.0, self._mean_new_tokens / 2) * (len(self._running) + 1) if self._running else 1.0
+        if not self._make_room(call.kv_tokens + math.ceil(growth)):
             if kept:
                 self._keep(call.attempt_id, kept)
             return

@@ -20,6 +20,12 @@ class RewardWork(Record, frozen=True, kw_only=True):
     num_slots: int | None = None
     model: Architecture | None = None
 
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.function_s < float("inf"):
+            raise InputError(f"reward.function_s must be finite and >= 0, got {self.function_s}")
+        if self.num_slots is not None and self.num_slots < 1:
+            raise InputError(f"reward.num_slots must be >= 1, or null for no limit, got {self.num_slots}")
+
 
 class SimSetup(Record, frozen=True, kw_only=True):
     """One simulated run.

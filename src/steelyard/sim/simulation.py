@@ -184,7 +184,7 @@ class Simulation:
             train_backlog=done if plan is not None else 0,
             reward_queue=self._reward.num_waiting,
             times=self._stage_times(),
-            switch_s=self._moving.switch_to_rollout_s(self._serving),
+            switch_s=self._moving.switch_s(self._serving),
             is_moving=self._num_leaving + self._num_moving > 0,
         )
 
@@ -238,7 +238,7 @@ class Simulation:
                 self._rollout.add_replica(self._serving, self._written)
             self._rollout.dispatch_soon()
 
-        self.kernel.after(self._moving.switch_to_rollout_s(self._serving), arrive)
+        self.kernel.after(self._moving.switch_s(self._serving), arrive)
 
     def _to_train(self) -> None:
         """A retired replica's devices arrive at the trainer."""
@@ -251,7 +251,7 @@ class Simulation:
         self._account_roles()
         self._num_leaving -= 1
         self._num_moving += self._split.rollout_tp
-        self.kernel.after(self._moving.switch_to_train_s(self._serving), arrive)
+        self.kernel.after(self._moving.switch_s(self._serving), arrive)
 
     def _account_roles(self) -> None:
         """Device-seconds by role up to now."""

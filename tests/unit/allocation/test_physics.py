@@ -1,7 +1,8 @@
 """What must hold of any cost model, over random models, devices and layouts."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import assume, given, settings
@@ -67,9 +68,13 @@ works = st.builds(
 )
 
 
-def serving(architecture: Architecture, roofline: Roofline, tp: int) -> ServingCost:
+T = TypeVar("T")
+
+
+def possible(make: Callable[..., T], *parts: Any) -> T:
+    """What ``make`` makes of the parts; other parts are drawn where it refuses these."""
     try:
-        return ServingCost(architecture, roofline, tp)
+        return make(*parts)
     except InputError:
         assume(False)
         raise
@@ -79,7 +84,7 @@ def serving(architecture: Architecture, roofline: Roofline, tp: int) -> ServingC
 def test_more_work_never_takes_less_time(
     architecture: Architecture, roofline: Roofline, tp: int, work: StepWork, more: StepWork
 ) -> None:
-    cost = serving(architecture, roofline, tp)
+    cost = possible(ServingCost, architecture, roofline, tp)
     both = StepWork(**{name: getattr(work, name) + getattr(more, name) for name in StepWork.__struct_fields__})
     assert cost.step_s(both) >= cost.step_s(work) * (1 - 1e-9)
 
@@ -88,7 +93,7 @@ def test_more_work_never_takes_less_time(
 def test_decode_per_device_never_rises_with_tp_when_batch_and_memory_are_unlimited(
     architecture: Architecture, roofline: Roofline, tp: int, context: float
 ) -> None:
-    one, many = serving(architecture, roofline, 1), serving(architecture, roofline, tp)
+    one, many = possible(ServingCost, architecture, roofline, 1), possible(ServingCost, architecture, roofline, tp)
     assert many.decode_rate_limit(context) <= one.decode_rate_limit(context) * (1 + 1e-9)
 
 
@@ -96,7 +101,7 @@ def test_decode_per_device_never_rises_with_tp_when_batch_and_memory_are_unlimit
 def test_no_batch_exceeds_the_limit_of_its_decode_rate(
     architecture: Architecture, roofline: Roofline, tp: int, batch: int, context: float
 ) -> None:
-    cost = serving(architecture, roofline, tp)
+    cost = possible(ServingCost, architecture, roofline, tp)
     rate = batch / cost.decode_step_s(batch, context) / tp
     assert rate <= cost.decode_rate_limit(context) * (1 + 1e-6)
 
@@ -105,7 +110,7 @@ def test_no_batch_exceeds_the_limit_of_its_decode_rate(
 def test_nothing_is_faster_than_the_roofline(
     architecture: Architecture, device: Any, tp: int, work: StepWork, corrected: Corrections
 ) -> None:
-    ideal = serving(architecture, Roofline(device, IDEAL), tp)
+    ideal = possible(ServingCost, architecture, Roofline(device, IDEAL), tp)
     real = ServingCost(architecture, Roofline(device, Corrections(**{**_fields(corrected), "launch": 1.0})), tp)
     assert real.step_s(work) >= ideal.step_s(work) * (1 - 1e-9)
 
@@ -116,7 +121,7 @@ def test_a_prompt_in_two_parts_is_as_much_attention_as_in_one(
 ) -> None:
     parts = prompt_work(first).prefill_pairs + (prompt_work(second, first).prefill_pairs if second else 0.0)
     assert parts == prompt_work(first + second).prefill_pairs
-    cost = serving(architecture, roofline, tp)
+    cost = possible(ServingCost, architecture, roofline, tp)
     in_parts = cost.prefill_s(first) + cost.prefill_s(second, first)
     assert in_parts >= cost.prefill_s(first + second) * (1 - 1e-9)
 
@@ -135,14 +140,6 @@ def layouts(draw: st.DrawFn) -> TrainLayout:
     )
 
 
-def training(architecture: Architecture, roofline: Roofline, layout: TrainLayout) -> TrainingCost:
-    try:
-        return TrainingCost(architecture, roofline, layout)
-    except InputError:
-        assume(False)
-        raise
-
-
 @st.composite
 def batches(draw: st.DrawFn) -> TrainBatch:
     length = draw(st.integers(1, 1024))
@@ -155,7 +152,7 @@ def batches(draw: st.DrawFn) -> TrainBatch:
 def test_model_flops_utilisation_is_at_most_one(
     architecture: Architecture, roofline: Roofline, layout: TrainLayout, batch: TrainBatch
 ) -> None:
-    assert 0.0 < training(architecture, roofline, layout).utilisation(batch) <= 1.0 + 1e-9
+    assert 0.0 < possible(TrainingCost, architecture, roofline, layout).utilisation(batch) <= 1.0 + 1e-9
 
 
 @settings(max_examples=300)
@@ -163,7 +160,7 @@ def test_model_flops_utilisation_is_at_most_one(
 def test_a_larger_batch_never_takes_less_time(
     architecture: Architecture, roofline: Roofline, layout: TrainLayout, batch: TrainBatch, more: TrainBatch
 ) -> None:
-    cost = training(architecture, roofline, layout)
+    cost = possible(TrainingCost, architecture, roofline, layout)
     both = TrainBatch(
         num_tokens=batch.num_tokens + more.num_tokens,
         pairs=batch.pairs + more.pairs,
@@ -176,10 +173,10 @@ def test_a_larger_batch_never_takes_less_time(
 def test_publication_takes_no_less_for_more_replicas(
     architecture: Architecture, roofline: Roofline, tp: int, num_replicas: int
 ) -> None:
-    cost = serving(architecture, roofline, tp)
+    cost = possible(ServingCost, architecture, roofline, tp)
     moving = MovingCost(architecture, roofline, MovingRates())
     assert moving.publish_s(cost, num_replicas + 1) >= moving.publish_s(cost, num_replicas)
-    assert moving.switch_to_rollout_s(cost) > moving.load_s(cost) + moving.swap_s(cost)
+    assert moving.switch_s(cost) > moving.load_s(cost) + moving.swap_s(cost)
 
 
 def test_bytes_are_not_bits() -> None:

@@ -109,7 +109,7 @@ def test_a_plan_that_leaves_the_limits_is_refused_by_name() -> None:
     [
         (lambda: QueuePolicy(adjust_interval_steps=0), "scheduler.adjust_interval_steps must be >= 1, got 0"),
         (lambda: QueuePolicy(queue_weight=1.5), "scheduler.queue_weight must be between 0 and 1, got 1.5"),
-        (lambda: RatioPolicy(margin=0.5), "allocation.options.margin must be >= 1, got 0.5"),
+        (lambda: RatioPolicy(margin=0.5), "margin must be >= 1, got 0.5"),
         (lambda: Limits(total=3, min_rollout=2, min_train=2), "must be at most the 3 devices, got 4"),
         (lambda: Limits(total=9, min_rollout=4, max_rollout=3), "max_rollout must be >= 4, its minimum, got 3"),
     ],

@@ -7,8 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.allocation.architecture import Architecture
-from steelyard.allocation.devices import DeviceKind
 from steelyard.allocation.roofline import IDEAL, Corrections, Roofline
 from steelyard.allocation.synthetic import LengthSpec, SyntheticSpec, draw_workload
 from steelyard.allocation.training_cost import TrainBatch, TrainingCost, TrainLayout
@@ -18,22 +16,9 @@ from steelyard.sim.bound import lower_bound, serving_layouts, train_batch
 from steelyard.sim.kernel import Kernel
 from steelyard.sim.replica import SimCall, SimReplica
 from steelyard.sim.setup import RewardWork, SimSetup
+from steelyard.testing.toy_devices import TOY_MODEL, toy_device, toy_device_for
 
-MODEL = Architecture(
-    name="small", num_layers=8, hidden_size=512, intermediate_size=1024, num_heads=8, num_kv_heads=2, head_dim=64,
-    vocab_size=1000,
-)  # fmt: skip
-DEVICE = DeviceKind(
-    name="toy",
-    peak_flops_per_s=1e12,
-    memory_bytes_per_s=1e11,
-    memory_bytes=1e9,
-    link_bytes_per_s=1e10,
-    network_bytes_per_s=1e9,
-    devices_per_node=8,
-    link_latency_s=1e-5,
-    launch_s=1e-5,
-)
+LAST = TurnWork(new_prompt_tokens=1, generated_tokens=1)
 
 
 def one_group(*turns: TurnWork) -> Workload:
@@ -42,17 +27,14 @@ def one_group(*turns: TurnWork) -> Workload:
 
 def setup(workload: Workload, **changes: Any) -> SimSetup:
     settings: dict[str, Any] = {
-        "name": "s", "device": DEVICE, "num_devices": 4, "model": MODEL, "corrections": IDEAL, "workload": workload,
-        "num_steps": 1, "groups_per_batch": 1, "max_policy_lag": 1,
+        "name": "s", "device": toy_device(), "num_devices": 4, "model": TOY_MODEL, "corrections": IDEAL,
+        "workload": workload, "num_steps": 1, "groups_per_batch": 1, "max_policy_lag": 1,
     }  # fmt: skip
     return SimSetup(**{**settings, **changes})
 
 
 def test_a_long_tool_call_is_a_path_that_no_devices_shorten() -> None:
-    turns = (
-        TurnWork(new_prompt_tokens=10, generated_tokens=5, tool_s=100.0),
-        TurnWork(new_prompt_tokens=1, generated_tokens=1),
-    )
+    turns = (TurnWork(new_prompt_tokens=10, generated_tokens=5, tool_s=100.0), LAST)
     few, many = (lower_bound(setup(one_group(*turns), num_devices=count)) for count in (2, 64))
     assert few.binding == "path"
     assert 100.0 < many.path_s < 100.1
@@ -85,19 +67,23 @@ def test_the_slowest_sibling_decides_how_long_a_group_holds_its_place() -> None:
 
 
 def test_few_tool_slots_are_a_bound_of_their_own() -> None:
-    turns = (
-        TurnWork(new_prompt_tokens=10, generated_tokens=1, tool_s=8.0),
-        TurnWork(new_prompt_tokens=1, generated_tokens=1),
-    )
+    turns = (TurnWork(new_prompt_tokens=10, generated_tokens=1, tool_s=8.0), LAST)
     bound = lower_bound(setup(one_group(*turns), num_steps=20, groups_per_batch=4, tool_slots=2))
-    assert bound.tools_s == 20 * 4 * 8.0 / 2
-    assert bound.binding == "tools"
+    assert bound.slots_s == 20 * 4 * 8.0 / 2
+    assert bound.binding == "slots"
+
+
+def test_few_slots_of_a_function_that_scores_are_a_bound_too() -> None:
+    made = setup(one_group(LAST), num_steps=10, reward=RewardWork(function_s=3.0, num_slots=2))
+    assert lower_bound(made).slots_s == 10 * 3.0 / 2
+    with pytest.raises(InputError, match=r"reward\.num_slots must be >= 1, or null for no limit, got 0"):
+        RewardWork(num_slots=0)
 
 
 def test_a_reward_model_is_work_and_a_function_is_a_path() -> None:
     turn = TurnWork(new_prompt_tokens=1000, generated_tokens=10)
     plain = lower_bound(setup(one_group(turn)))
-    assert lower_bound(setup(one_group(turn), reward=RewardWork(model=MODEL))).work_s > plain.work_s
+    assert lower_bound(setup(one_group(turn), reward=RewardWork(model=TOY_MODEL))).work_s > plain.work_s
     assert lower_bound(setup(one_group(turn), reward=RewardWork(function_s=3.0))).path_s == pytest.approx(
         plain.path_s + 3.0
     )
@@ -106,7 +92,7 @@ def test_a_reward_model_is_work_and_a_function_is_a_path() -> None:
 def test_a_model_that_fits_nowhere_is_refused() -> None:
     turn = TurnWork(new_prompt_tokens=1, generated_tokens=1)
     with pytest.raises(InputError, match="s: small fits into no layout of 4 devices: tp must be large enough"):
-        lower_bound(setup(one_group(turn), device=DeviceKind(**{**_fields(DEVICE), "memory_bytes": 1e6})))
+        lower_bound(setup(one_group(turn), device=toy_device(1e6)))
     with pytest.raises(InputError, match="num_steps must be >= 1, got 0"):
         setup(one_group(turn), num_steps=0)
 
@@ -132,9 +118,7 @@ def setups(draw: st.DrawFn) -> SimSetup:
         launch=draw(st.floats(0, 2)),
         overlap=draw(st.floats(0, 1)),
     )
-    kv_bytes = MODEL.kv_elements_per_token * 2
-    room = draw(st.sampled_from([8192, 20_000, 200_000]))
-    device = DeviceKind(**{**_fields(DEVICE), "memory_bytes": (MODEL.num_parameters * 2 + room * kv_bytes) / 0.9})
+    device = toy_device_for(draw(st.sampled_from([8192, 20_000, 200_000])))
     workload = draw_workload(spec, "w", rng)
     return setup(
         workload,
@@ -162,7 +146,7 @@ def test_no_routing_on_any_layout_samples_and_trains_a_batch_faster_than_the_bou
         for number, trajectory in enumerate(group.trajectories):
             _play(kernel, replicas, rng, f"{group.task_id}.{number}", trajectory)
     kernel.run()
-    roomy = Roofline(DeviceKind(**{**_fields(made.device), "memory_bytes": 1e12}), made.corrections)
+    roomy = Roofline(toy_device(1e12), made.corrections)
     layout = TrainLayout(dp=made.num_devices, micro_batch_tokens=65_536)
     trainer_s = TrainingCost(made.model, roomy, layout).step_s(train_batch(made.admitted_groups()))
     assert kernel.now_s() + trainer_s >= lower_bound(made).makespan_s * (1 - 1e-9)
@@ -195,7 +179,3 @@ def _play(
         )
 
     call(0)
-
-
-def _fields(record: DeviceKind) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in record.__struct_fields__}

@@ -6,41 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.allocation.architecture import Architecture
-from steelyard.allocation.devices import DeviceKind
 from steelyard.allocation.roofline import IDEAL, Roofline
 from steelyard.allocation.serving_cost import ServingCost, StepWork
 from steelyard.errors import InputError
 from steelyard.sim.kernel import Kernel
 from steelyard.sim.replica import SimCall, SimReplica
-
-MODEL = Architecture(
-    name="small",
-    num_layers=8,
-    hidden_size=512,
-    intermediate_size=1024,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=64,
-    vocab_size=1000,
-)
-
-
-def device(kv_tokens: int) -> DeviceKind:
-    """A device with room for the model and ``kv_tokens``."""
-    kv_bytes = 2 * MODEL.kv_elements_per_token
-    return DeviceKind(
-        name="toy",
-        peak_flops_per_s=1e12,
-        memory_bytes_per_s=1e11,
-        memory_bytes=2.0 * MODEL.num_parameters + kv_bytes * (kv_tokens + 0.5),
-        link_bytes_per_s=1e10,
-        network_bytes_per_s=1e9,
-        devices_per_node=8,
-        link_latency_s=1e-5,
-        launch_s=1e-5,
-        usable_frac=1.0,
-    )
+from steelyard.testing.toy_devices import TOY_MODEL, toy_device_for
 
 
 @dataclass
@@ -62,7 +33,7 @@ class Rig:
 
 def rig(kv_tokens: int = 100_000, max_running: int = 256, chunk_tokens: int = 256) -> Rig:
     kernel = Kernel()
-    cost = ServingCost(MODEL, Roofline(device(kv_tokens), IDEAL), 1)
+    cost = ServingCost(TOY_MODEL, Roofline(toy_device_for(kv_tokens), IDEAL), 1)
     assert cost.kv_capacity_tokens == kv_tokens
     return Rig(kernel, SimReplica("r0", kernel, cost, max_running=max_running, chunk_tokens=chunk_tokens), [])
 
@@ -123,7 +94,8 @@ def test_a_batch_that_outgrows_the_memory_puts_back_its_newest_and_keeps_its_tok
     one.kernel.run()
     assert [name for name, _ in one.done] == ["a", "b"]
     totals = one.replica.totals
-    assert totals.num_put_back >= 1
+    # Once: it comes again when there is room for it to go on, not to be put back at once.
+    assert totals.num_put_back == 1
     assert totals.decode_tokens == 1200
     assert totals.recomputed_tokens > 100
 

@@ -7,8 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.allocation.architecture import Architecture
-from steelyard.allocation.devices import DeviceKind
 from steelyard.allocation.moving_cost import MovingRates
 from steelyard.allocation.policies import FixedPolicy, QueuePolicy
 from steelyard.allocation.roofline import IDEAL
@@ -17,22 +15,8 @@ from steelyard.allocation.synthetic import LengthSpec, SyntheticSpec, draw_workl
 from steelyard.errors import InputError
 from steelyard.sim.setup import RewardWork, SimSetup
 from steelyard.sim.simulation import SimResult, Simulation
+from steelyard.testing.toy_devices import TOY_MODEL, toy_device
 
-MODEL = Architecture(
-    name="small", num_layers=8, hidden_size=512, intermediate_size=1024, num_heads=8, num_kv_heads=2, head_dim=64,
-    vocab_size=1000,
-)  # fmt: skip
-DEVICE = DeviceKind(
-    name="toy",
-    peak_flops_per_s=1e12,
-    memory_bytes_per_s=1e11,
-    memory_bytes=4e9,
-    link_bytes_per_s=1e10,
-    network_bytes_per_s=1e9,
-    devices_per_node=8,
-    link_latency_s=1e-5,
-    launch_s=1e-5,
-)
 LIMITS = Limits(total=8, min_rollout=2, min_train=2)
 
 
@@ -63,8 +47,9 @@ def setup(seed: int = 1, **changes: Any) -> SimSetup:
         max_context_tokens=4096,
     )
     made: dict[str, Any] = {
-        "name": "s", "device": DEVICE, "num_devices": 8, "model": MODEL, "corrections": IDEAL, "num_steps": 4,
-        "workload": draw_workload(spec, "w", random.Random(seed)), "groups_per_batch": 2, "max_policy_lag": 1,
+        "name": "s", "device": toy_device(4e9), "num_devices": 8, "model": TOY_MODEL, "corrections": IDEAL,
+        "num_steps": 4, "groups_per_batch": 2, "max_policy_lag": 1,
+        "workload": draw_workload(spec, "w", random.Random(seed)),
         "rates": MovingRates(start_s=0.1, release_s=0.05),
     }  # fmt: skip
     return SimSetup(**{**made, **changes})
@@ -116,7 +101,7 @@ def test_tool_slots_hold_attempts_back() -> None:
 
 
 def test_a_reward_model_works_on_its_own_devices() -> None:
-    made = setup(reward=RewardWork(model=MODEL, function_s=0.5))
+    made = setup(reward=RewardWork(model=TOY_MODEL, function_s=0.5))
     limits = Limits(total=8, min_rollout=2, min_train=2, min_reward=1)
     _, result = run(made, FixedPolicy(), Split(rollout=4, train=3, reward=1), limits)
     assert 0.0 < result.idle_frac["reward"] < 1.0
