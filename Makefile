@@ -16,7 +16,7 @@ quickstart: $(VENV)/train.ok
 	@$(VENV)/bin/steelyard train examples/quickstart.yaml
 
 test: $(VENV)/dev.ok check
-	@$(PY) -m pytest -q -n 2 --dist loadfile --durations=15 tests
+	@$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=15 tests
 
 check: $(VENV)/dev.ok
 	@$(VENV)/bin/ruff check --quiet .

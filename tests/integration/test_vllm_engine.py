@@ -23,7 +23,8 @@ from steelyard.weights.reader import VersionReader
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"
 PROMPT = tuple(range(10, 58))
-LONG = 400
+ENDLESS = 8000
+"""Tokens of a request that is still running at whatever moment the test comes to it."""
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason=f"needs {PYTHON}, which `make venv-vllm` makes"),
@@ -79,6 +80,24 @@ async def until_running(engine: VllmEngine, number: int) -> None:
         await asyncio.sleep(0.01)
 
 
+class Heard:
+    """The tokens that a stream has brought."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self._has_more = asyncio.Event()
+
+    def __call__(self, chunk: TokenChunk) -> None:
+        self.token_ids.extend(chunk.token_ids)
+        self._has_more.set()
+
+    async def until_more(self) -> None:
+        """Wait for the next tokens, and for some after them: the first may have been on their way."""
+        for _ in range(8):
+            self._has_more.clear()
+            await self._has_more.wait()
+
+
 def test_a_load_is_proven_by_what_is_in_memory_and_by_the_path_that_serves(scene: Scene) -> None:
     async def main() -> None:
         engine = scene.lab.engine()
@@ -115,23 +134,20 @@ def test_tokens_come_with_their_log_probability_after_temperature(scene: Scene) 
 def test_a_request_that_follows_updates_says_which_version_sampled_each_token(scene: Scene, kv: KvRule) -> None:
     async def main() -> None:
         engine = await holding(scene, 0)
-        chunks: list[TokenChunk] = []
-        has_begun = asyncio.Event()
-
-        def on_tokens(chunk: TokenChunk) -> None:
-            chunks.append(chunk)
-            has_begun.set()
-
-        request = scene.asking("a", follows=True, max_tokens=LONG, stream=True)
-        asking = asyncio.create_task(engine.generate(request, on_tokens))
-        await has_begun.wait()
+        heard = Heard()
+        request = scene.asking("a", follows=True, max_tokens=ENDLESS, stream=True)
+        asking = asyncio.create_task(engine.generate(request, heard))
+        await heard.until_more()
         proof = await engine.update(scene.policies.dirs[1], 1, kv)
+        await heard.until_more()
         assert not asking.done()
+        await engine.abort("a")
         result = await asking
+        assert result.finish_reason is FinishReason.CANCELLED
         first, second = result.version_spans
         assert (first.version, second.version) == (0, 1)
         assert second.kv_version == (0 if kv is KvRule.KEEP else None)
-        assert tuple(one for chunk in chunks for one in chunk.token_ids) == result.token_ids
+        assert tuple(heard.token_ids) == result.token_ids
         before, after = result.token_ids[: second.start], result.logprobs[second.start :]
         assert scene.differ(0, before, result.logprobs[: second.start]) <= TOLERANCE
         all_after = scene.policies.logprobs(1, PROMPT + before, result.token_ids[second.start :], 0.7)
@@ -147,7 +163,7 @@ def test_a_new_request_never_reuses_the_prefix_of_another_version(scene: Scene, 
     async def main() -> None:
         engine = await holding(scene, 0)
         await engine.generate(scene.asking("a", max_tokens=8))
-        waiting = asyncio.create_task(engine.generate(scene.asking("b", follows=True, max_tokens=LONG)))
+        waiting = asyncio.create_task(engine.generate(scene.asking("b", follows=True, max_tokens=ENDLESS)))
         await until_running(engine, 1)
         await engine.update(scene.policies.dirs[1], 1, kv)
         result = await engine.generate(scene.asking("c", version=1, max_tokens=8))
@@ -188,7 +204,7 @@ def test_wrong_weights_are_caught_and_serve_nobody(
     async def main() -> None:
         engine = scene.lab.engine(reader)
         await engine.load(scene.policies.dirs[0], 0)
-        open_request = asyncio.create_task(engine.generate(scene.asking("a", follows=True, max_tokens=LONG)))
+        open_request = asyncio.create_task(engine.generate(scene.asking("a", follows=True, max_tokens=ENDLESS)))
         await until_running(engine, 1)
         with pytest.raises(IntegrityError, match=expected):
             await engine.update(str(wrong), 1, KvRule.RECOMPUTE)
@@ -209,14 +225,14 @@ def test_wrong_weights_are_caught_and_serve_nobody(
 def test_requests_end_by_deadline_abort_and_cancellation(scene: Scene) -> None:
     async def main() -> None:
         engine = await holding(scene, 0)
-        late = await engine.generate(scene.asking("a", max_tokens=LONG, deadline_at_s=SystemClock().now_s() + 0.4))
+        late = await engine.generate(scene.asking("a", max_tokens=ENDLESS, deadline_at_s=SystemClock().now_s() + 0.4))
         assert late.finish_reason is FinishReason.GENERATION_TIMEOUT
         assert late.version_spans[0].version == 0 and len(late.logprobs) == len(late.token_ids) > 0
-        aborted = asyncio.create_task(engine.generate(scene.asking("b", max_tokens=LONG)))
+        aborted = asyncio.create_task(engine.generate(scene.asking("b", max_tokens=ENDLESS)))
         await asyncio.sleep(0)
         await engine.abort("b")
         assert (await aborted).finish_reason is FinishReason.CANCELLED
-        cancelled = asyncio.create_task(engine.generate(scene.asking("c", max_tokens=LONG)))
+        cancelled = asyncio.create_task(engine.generate(scene.asking("c", max_tokens=ENDLESS)))
         await until_running(engine, 1)
         cancelled.cancel()
         await asyncio.gather(cancelled, return_exceptions=True)
@@ -253,7 +269,7 @@ def test_what_the_server_cannot_do_is_refused_before_it_is_asked(scene: Scene) -
         with pytest.raises(EngineError, match="below 272, got 9 to 272"):
             await engine.generate(request_for("b", (9, 272)))
         with pytest.raises(EngineError, match="fewer than max_model_len"):
-            await engine.generate(request_for("c", PROMPT * 20))
+            await engine.generate(request_for("c", PROMPT * 200))
         with pytest.raises(EngineError, match="one version at a time"):
             await engine.load(scene.policies.dirs[1], 1)
         assert (await engine.health()).is_healthy
@@ -264,11 +280,11 @@ def test_what_the_server_cannot_do_is_refused_before_it_is_asked(scene: Scene) -
 def test_a_server_that_dies_ends_its_requests_at_once_and_says_why(scene: Scene) -> None:
     async def main() -> None:
         engine = await holding(scene, 0)
-        begun = asyncio.Event()
-        request = scene.asking("a", max_tokens=LONG, stream=True)
-        asking = asyncio.create_task(engine.generate(request, lambda _: begun.set()))
+        heard = Heard()
+        request = scene.asking("a", max_tokens=ENDLESS, stream=True)
+        asking = asyncio.create_task(engine.generate(request, heard))
         watching = asyncio.create_task(scene.lab.server.watch())
-        await begun.wait()
+        await heard.until_more()
         await scene.lab.server.stop(0.1)
         with pytest.raises(ProcessDied, match="rep_vllm"):
             await watching

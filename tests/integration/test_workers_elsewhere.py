@@ -1,6 +1,5 @@
 """A run without harness and graders of its own: other processes do all of it over HTTP, and one is killed."""
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -8,9 +7,9 @@ import pytest
 from steelyard.coordinator import events as e
 from steelyard.run.auditing import audit_run
 from steelyard.run.directory import existing_directory
-from steelyard.testing.joined_runs import JoinedRun
+from steelyard.testing.joined_runs import JoinedRun, attempts_held
 from steelyard.testing.s3_server import S3Server
-from steelyard.testing.small_runs import journal_events
+from steelyard.testing.small_runs import free_port, journal_events
 from steelyard.testing.tiny_model import write_tiny_model
 
 STEPS = 12
@@ -26,8 +25,10 @@ def test_two_workers_and_a_scorer_do_all_work_of_a_run_and_one_is_killed_in_the_
         def on_line(line: str) -> None:
             if " join at " in line:
                 joined.worker("w1")
-                joined.worker("w2")
                 joined.scorer("s1")
+                # The other one comes when this one works: it must not do the whole run before this one has started.
+                joined.until(lambda events: bool(attempts_held(events, "w1")))
+                joined.worker("w2")
                 killed.update(joined.kill_at_work("w1"))
 
         assert joined.train(on_line) == 0, joined.errors("train")
@@ -78,13 +79,6 @@ def test_workers_outlive_a_control_process_that_is_killed_and_go_on_when_the_run
     assert any(isinstance(event, e.StepBegun) for event in before)
     assert {event.worker_id for event in after if isinstance(event, e.Leased)} == {"w1"}
     assert isinstance(events[-1], e.RunFinished)
-
-
-def free_port() -> int:
-    """A port that nobody listens on at the moment."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @pytest.mark.timeout(300)

@@ -11,10 +11,13 @@ from typing import TypeVar
 
 import msgspec
 
+from steelyard.errors import SteelyardError
 from steelyard.log import log_to_stderr
 from steelyard.processes.child import ChildProcess, die_with_parent, pin_to_core
 from steelyard.processes.faults import FaultPlan
 from steelyard.types import Record
+
+logger = logging.getLogger(__name__)
 
 
 class ChildOptions(Record, frozen=True, kw_only=True):
@@ -49,10 +52,16 @@ def run_child(kind: type[OptionsT], serve: Callable[[OptionsT, asyncio.Event], A
     die_with_parent(options.parent_pid)
     log_to_stderr()
     pin_to_core(options.core)
-    asyncio.run(_serve_until_told(options, serve))
+    status = 0
+    try:
+        asyncio.run(_serve_until_told(options, serve))
+    except SteelyardError as error:
+        # It says what must hold: whoever reads the end of this log has no use for where in our code it came up.
+        logger.error("%s", error)
+        status = 1
     # All is closed. Taking an interpreter with torch apart takes seconds for which the user would wait.
     logging.shutdown()
-    os._exit(0)
+    os._exit(status)
 
 
 async def _serve_until_told(options: OptionsT, serve: Callable[[OptionsT, asyncio.Event], Awaitable[None]]) -> None:

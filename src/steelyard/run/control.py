@@ -262,15 +262,21 @@ class Control:
 
             await self._trainers.train(trainer, versions, train_with)
         await self._evaluate(versions)
+        # What a run ends with is proven too, though nobody samples from it any more.
+        await versions.load(self._last_version())
         await self._coordinator.finish("done")
         await context.news.books(self._coordinator, base.stores.ledger)
 
+    def _last_version(self) -> int:
+        num_steps = self._config.train.max_steps
+        last = self._coordinator.version_at_step(num_steps)
+        if last is None:
+            raise RunError(f"the journal must know the version after {num_steps} steps, it does not")
+        return last.version
+
     async def _evaluate(self, versions: VersionKeeper) -> None:
         """Version 0, then the last one. The training data are all in: the devices are free for it."""
-        last = self._coordinator.version_at_step(self._config.train.max_steps)
-        if last is None:
-            raise RunError(f"the journal must know the version after {self._config.train.max_steps} steps, it does not")
-        for label, version in ((EvaluationLabel.BEFORE, 0), (EvaluationLabel.AFTER, last.version)):
+        for label, version in ((EvaluationLabel.BEFORE, 0), (EvaluationLabel.AFTER, self._last_version())):
             if not self._evaluator.is_planned(label):
                 continue
             self._context.news.stage(StageName.EVALUATE, f"version {version}")

@@ -1,6 +1,7 @@
 """Whole runs by the command line with a random policy: small enough for a test, real in every process."""
 
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -80,3 +81,10 @@ def journal_events(run: Path) -> list[AnyEvent]:
     config = config_file.load(directory.config if directory.config.is_file() else None)
     reader = open_journal_reader(config, directory)
     return [decode(record.payload) for record in reader.records()]
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on at the moment."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

@@ -36,7 +36,7 @@ def odd_policy(seed: int = 0, vocab_size: int = 272) -> torch.nn.Module:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=1024,
+        max_position_embeddings=8192,
         tie_word_embeddings=False,
         attention_bias=True,
         bos_token_id=None,
@@ -107,7 +107,7 @@ class VllmLab:
 
 
 @asynccontextmanager
-async def running_vllm(python: Path, model_dir: str, folder: Path, max_model_len: int = 512) -> AsyncIterator[VllmLab]:
+async def running_vllm(python: Path, model_dir: str, folder: Path, max_model_len: int = 8192) -> AsyncIterator[VllmLab]:
     """Start a server on the policy in ``model_dir``; it is gone at the end of the block."""
     socket_path = folder / "vllm.sock"
     settings = ServerSettings(
