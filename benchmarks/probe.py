@@ -20,7 +20,7 @@ honest load, follow the tolerances in ``steelyard.weights.tolerance``.
 
     python benchmarks/probe.py                 SmolLM2-135M (--model DIR), 100 wrong and 100 honest loads a dtype
     python benchmarks/probe.py --check         the same; exit code 1 below the floors of floors.toml
-    python benchmarks/probe.py --quick         a random decoder of 3.3M parameters, 18 loads of each
+    python benchmarks/probe.py --quick         a random decoder of 3.3M parameters, 6 loads of each
     python benchmarks/probe.py --engine vllm   on a vLLM server (make venv-vllm)
     python benchmarks/probe.py --dtype float32 one dtype only
 """
@@ -410,13 +410,13 @@ def main() -> int:
     parser.add_argument("--vllm-python", default=VLLM_PYTHON, help=f"of vLLM's environment (default: {VLLM_PYTHON})")
     parser.add_argument("--model", type=Path, help="Hugging Face directory of SmolLM2-135M; not with --quick")
     parser.add_argument("--dtype", choices=DTYPES, help="this dtype only")
-    parser.add_argument("--loads", type=int, help="wrong loads of each dtype (default: 100; quick: 18)")
+    parser.add_argument("--loads", type=int, help="wrong loads of each dtype (default: 100; quick: 6)")
     options = parser.parse_args()
     if options.quick == (options.model is not None):
         parser.error("--model DIR must be given without --quick, and only then")
     floors = tomllib.loads(FLOORS.read_text())["probe"]
     rate = QUICK_LEARNING_RATE if options.quick else LEARNING_RATE
-    num_loads = options.loads or (18 if options.quick else 100)
+    num_loads = options.loads or (6 if options.quick else 100)
     holds = True
     with tempfile.TemporaryDirectory() as folder:
         model_dir = write_small_model(Path(folder) / "model") if options.quick else options.model

@@ -4,8 +4,9 @@ Runs in vLLM's environment, which has no Steelyard: the folder of this file is p
 and the server is started with ``--worker-extension-cls steelyard_vllm_worker.LoadedParameters``. It is called through
 ``/collective_rpc`` and answers in plain lists and dicts.
 
-On a CPU vLLM would compute with copies of its matrices that oneDNN has packed, throwing the matrices themselves away;
-nothing could then be read back. Importing this module makes it compute with the matrices as they are.
+On a CPU vLLM would compute with copies of its matrices that oneDNN or a kernel for small matrices has packed, throwing
+the matrices themselves away; nothing could then be read back. Importing this module makes it compute with the matrices
+as they are.
 """
 
 from typing import Any
@@ -13,10 +14,13 @@ from typing import Any
 import torch
 import xxhash
 from vllm import _custom_ops
+from vllm.model_executor.layers import utils as vllm_layers
 from vllm.platforms import current_platform
 
 if current_platform.is_cpu():
     _custom_ops._supports_onednn = False
+    # Of bfloat16 on processors with AMX only.
+    vllm_layers.check_cpu_sgl_kernel = lambda *_: False
 
 
 class LoadedParameters:
