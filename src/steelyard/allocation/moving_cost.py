@@ -3,6 +3,7 @@
 from steelyard.allocation.architecture import Architecture
 from steelyard.allocation.roofline import Roofline
 from steelyard.allocation.serving_cost import ServingCost
+from steelyard.allocation.training_cost import STATE_BYTES
 from steelyard.errors import InputError
 from steelyard.types.record import Record
 
@@ -45,6 +46,7 @@ class MovingCost:
     ) -> None:
         self._roofline = roofline
         self._rates = rates
+        self._num_parameters = architecture.num_parameters
         self._weight_bytes = float(architecture.num_parameters * element_bytes)
 
     def write_s(self) -> float:
@@ -62,6 +64,14 @@ class MovingCost:
     def swap_s(self, serving: ServingCost) -> float:
         """It takes the version into its devices and proves it: for so long it stands still."""
         return self._weight_bytes / serving.tp / self._rates.swap_bytes_per_s + serving.prefill_s(_PROBE_TOKENS)
+
+    def restart_s(self) -> float:
+        """A trainer starts again after a device died: processes and communicators, then its checkpoint from the store.
+
+        A checkpoint holds the weights and, in fp32, a copy of them and two moments.
+        """
+        checkpoint_bytes = self._weight_bytes + STATE_BYTES * self._num_parameters
+        return self._rates.start_s + checkpoint_bytes / self._rates.storage_bytes_per_s
 
     def publish_s(self, serving: ServingCost, num_replicas: int) -> float:
         """From the end of an optimizer step until every replica is READY, all at once."""

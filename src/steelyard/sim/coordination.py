@@ -18,7 +18,7 @@ from steelyard.coordinator.scores import Scoring
 from steelyard.coordinator.versions import Versions
 from steelyard.ids import SeededIds
 from steelyard.metrics import Counters
-from steelyard.sim.kernel import Kernel
+from steelyard.sim.kernel import Kernel, Timer
 from steelyard.sim.setup import SimSetup
 from steelyard.types import (
     ArtifactReport,
@@ -70,6 +70,8 @@ class SimCoordinator:
         self, setup: SimSetup, kernel: Kernel, seed: int, on_work: Callable[[], None], on_batch: Callable[[], None]
     ) -> None:
         self._setup = setup
+        self._kernel, self._on_work = kernel, on_work
+        self._next_advance: Timer | None = None
         self.counters = Counters()
         self.core = Core(
             state=State(),
@@ -142,6 +144,23 @@ class SimCoordinator:
             lost_tokens=num_tokens,
         )
         self._leases.report_failure(failure, _WORKER)
+        self._plan_advance()
+
+    def _plan_advance(self) -> None:
+        """Look again when the next of those that have failed has waited out its back-off."""
+        due_s = self._leases.next_due_s()
+        if due_s is None or due_s >= _FOR_EVER_S:
+            return
+        planned = self._next_advance
+        if planned is None or not planned.is_pending or planned.at_s > due_s:
+            if planned is not None:
+                planned.cancel()
+            self._next_advance = self._kernel.at(max(due_s, self._kernel.now_s()), self._advance)
+
+    def _advance(self) -> None:
+        self._leases.advance()
+        self._plan_advance()
+        self._on_work()
 
     # --- scores ---------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from steelyard.allocation.snapshot import Limits, Policy, Split
 from steelyard.allocation.synthetic import SyntheticSpec, draw_workload
 from steelyard.allocation.workload import Workload
 from steelyard.errors import InputError
+from steelyard.sim.faults import DeviceFailure, FailureRate, Faults, ToolOutage
 from steelyard.sim.setup import RewardWork, SimSetup
 from steelyard.types.record import Record
 
@@ -85,6 +86,9 @@ class Scenario(Record, frozen=True, kw_only=True):
     recompute_kv: bool = True
     corrections: Corrections = Corrections()
     rates: MovingRates = MovingRates()
+    outages: tuple[ToolOutage, ...] = ()
+    failures: tuple[DeviceFailure, ...] = ()
+    failure_rate: FailureRate | None = None
     seed: int = 0
 
 
@@ -138,6 +142,7 @@ def make_setup(scenario: Scenario, read_traces: Callable[[TracesPart], Workload]
         max_running=scenario.max_running,
         max_tokens=scenario.max_tokens,
         recompute_kv=scenario.recompute_kv,
+        faults=Faults(outages=scenario.outages, failures=scenario.failures, failure_rate=scenario.failure_rate),
     )
 
 

@@ -6,6 +6,7 @@ from steelyard.allocation.moving_cost import MovingRates
 from steelyard.allocation.roofline import Corrections
 from steelyard.allocation.workload import GroupWork, Workload
 from steelyard.errors import InputError
+from steelyard.sim.faults import Faults
 from steelyard.types.record import Record
 
 
@@ -25,6 +26,10 @@ class RewardWork(Record, frozen=True, kw_only=True):
             raise InputError(f"reward.function_s must be finite and >= 0, got {self.function_s}")
         if self.num_slots is not None and self.num_slots < 1:
             raise InputError(f"reward.num_slots must be >= 1, or null for no limit, got {self.num_slots}")
+        if self.num_slots is not None and self.model is not None:
+            raise InputError(
+                f"reward.num_slots must be null where a model scores, on the devices of its pool, got {self.num_slots}"
+            )
 
 
 class SimSetup(Record, frozen=True, kw_only=True):
@@ -40,6 +45,7 @@ class SimSetup(Record, frozen=True, kw_only=True):
         element_bytes: of weights and KV.
         max_tokens: what one model call may sample at most; admission to replicas starts from it.
         recompute_kv: KV is computed again when weights change under running sequences; else it is kept.
+        faults: what goes wrong.
     """
 
     name: str
@@ -58,6 +64,7 @@ class SimSetup(Record, frozen=True, kw_only=True):
     element_bytes: int = 2
     max_tokens: int = 32_768
     recompute_kv: bool = True
+    faults: Faults = Faults()
 
     def __post_init__(self) -> None:
         least = 3 if self.reward.model is not None else 2
