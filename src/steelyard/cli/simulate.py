@@ -13,7 +13,7 @@ from steelyard.allocation.trace_lines import read_traces
 from steelyard.allocation.workload import Workload
 from steelyard.cli.train import Subparsers
 from steelyard.errors import InputError
-from steelyard.sim.scenario import PolicyPart, Scenario, TracesPart, make_limits, make_policy, make_setup, read_scenario
+from steelyard.sim.scenario import PolicyPart, Scenario, TracesPart, make_limits, make_setup, policy_of, read_scenario
 from steelyard.sim.simulation import SimResult, Simulation
 from steelyard.sim.train_stage import StepRecord
 
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     path = Path(options.scenario)
     scenario = _changed(read_scenario(_read_yaml(path), str(path)), options)
     setup = make_setup(scenario, lambda part: read_workload(part, path.parent))
-    policy = make_policy(scenario.policy)
+    policy = policy_of(scenario, setup)
     simulation = Simulation(setup, scenario.split, make_limits(scenario), policy, scenario.policy.kind, scenario.seed)
     result = simulation.run(None if options.json or not sys.stderr.isatty() else _show_step)
     if options.json:

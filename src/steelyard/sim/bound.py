@@ -16,6 +16,8 @@ It holds its place from then until the version that was trained on it is READY. 
 + 1) B T`` place-seconds, suffice for the sum over groups of the time that each must hold one: the critical path of
 its slowest member, a training step, and publication (but for the last step's).
 
+*Joint.* Work and places together: see :mod:`steelyard.sim.joint_bound`.
+
 *Path.* With L = 0 a step waits for the slowest group of its batch, and nothing overlaps: the steps add up. For any L
 the run takes at least the longest path of any group and one step.
 
@@ -32,8 +34,12 @@ from steelyard.allocation.serving_cost import ServingCost, check_tp
 from steelyard.allocation.training_cost import TrainBatch, least_device_s
 from steelyard.allocation.workload import GroupWork, TrajectoryWork
 from steelyard.errors import InputError
+from steelyard.sim.joint_bound import JointBound
 from steelyard.sim.setup import SimSetup
 from steelyard.types.record import Record
+
+TERMS = ("work", "lag", "path", "trainer", "slots", "joint")
+"""What may bind; the fields of :class:`Bound`, without their unit."""
 
 _MIXES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -46,17 +52,17 @@ class Bound(Record, frozen=True, kw_only=True):
     path_s: float
     trainer_s: float
     slots_s: float
+    joint_s: float = 0.0
 
     @property
     def makespan_s(self) -> float:
         """The largest of them."""
-        return max(self.work_s, self.lag_s, self.path_s, self.trainer_s, self.slots_s)
+        return max(float(getattr(self, f"{name}_s")) for name in TERMS)
 
     @property
     def binding(self) -> str:
         """The name of the largest: what a faster run would have to change."""
-        names = ("work", "lag", "path", "trainer", "slots")
-        return max(names, key=lambda name: float(getattr(self, f"{name}_s")))
+        return max(TERMS, key=lambda name: float(getattr(self, f"{name}_s")))
 
 
 def lower_bound(setup: SimSetup) -> Bound:
@@ -82,16 +88,21 @@ class _Bounds:
 
     def bound(self) -> Bound:
         setup = self._setup
-        paths = [self._group_path_s(group) for group in self._groups]
+        members = [[self._trajectory_path_s(one) for one in group.trajectories] for group in self._groups]
+        paths = [max(group) for group in members]
         steps = [device_s / setup.num_devices for device_s in self._train_device_s]
-        fastest_s = min(steps)
-        work_s = self._rollout_work_s() + sum(self._train_device_s) + self._reward_work_s()
+        other_work_s = sum(self._train_device_s) + self._reward_work_s()
+        step_held_s = self._step_held_s(min(steps))
+        joint = JointBound(
+            setup, self._layouts, self._groups, members, other_work_s=other_work_s, step_held_s=step_held_s
+        )
         return Bound(
-            work_s=work_s / setup.num_devices,
-            lag_s=self._lag_s(paths, fastest_s),
-            path_s=self._path_s(paths, steps, fastest_s),
+            work_s=(self._rollout_work_s() + other_work_s) / setup.num_devices,
+            lag_s=(sum(paths) + step_held_s) / ((setup.max_policy_lag + 1) * setup.groups_per_batch),
+            path_s=self._path_s(paths, steps, min(steps)),
             trainer_s=sum(steps) + self._first_batch_s(paths),
             slots_s=self._slots_s(),
+            joint_s=joint.bound_s(),
         )
 
     def _batches(self) -> list[tuple[GroupWork, ...]]:
@@ -99,11 +110,11 @@ class _Bounds:
         size = self._setup.groups_per_batch
         return [self._groups[start : start + size] for start in range(0, len(self._groups), size)]
 
-    def _lag_s(self, paths: Sequence[float], fastest_step_s: float) -> float:
-        setup = self._setup
-        held_s = sum(paths) + len(paths) * fastest_step_s
-        held_s += (len(paths) - setup.groups_per_batch) * self._publish_s
-        return held_s / ((setup.max_policy_lag + 1) * setup.groups_per_batch)
+    def _step_held_s(self, fastest_step_s: float) -> float:
+        """For how long groups hold their places once they are scored, in sum: a step, and publication but for the
+        last."""
+        num_groups = len(self._groups)
+        return num_groups * fastest_step_s + (num_groups - self._setup.groups_per_batch) * self._publish_s
 
     def _path_s(self, paths: Sequence[float], steps: Sequence[float], fastest_step_s: float) -> float:
         if self._setup.max_policy_lag:
@@ -124,9 +135,6 @@ class _Bounds:
         num_graders = setup.reward.num_slots
         graders_s = len(trajectories) * setup.reward.function_s / num_graders if num_graders is not None else 0.0
         return max(tools_s, graders_s)
-
-    def _group_path_s(self, group: GroupWork) -> float:
-        return max(self._trajectory_path_s(trajectory) for trajectory in group.trajectories)
 
     def _trajectory_path_s(self, trajectory: TrajectoryWork) -> float:
         """Alone on the fastest layout, turn by turn; then its score."""

@@ -17,6 +17,7 @@ from steelyard.allocation.synthetic import SyntheticSpec, draw_workload
 from steelyard.allocation.workload import Workload
 from steelyard.errors import InputError
 from steelyard.sim.faults import DeviceFailure, FailureRate, Faults, ToolOutage
+from steelyard.sim.oracle import find_oracle
 from steelyard.sim.setup import RewardWork, SimSetup
 from steelyard.types.record import Record
 
@@ -159,8 +160,23 @@ def make_limits(scenario: Scenario) -> Limits:
     )
 
 
+def policy_of(scenario: Scenario, setup: SimSetup) -> Policy:
+    """The scenario's policy; ``oracle`` plays many runs to find out what it does (option ``max_runs``).
+
+    Raises:
+        InputError: as :func:`make_policy`; the split cannot be.
+    """
+    part = scenario.policy
+    if part.kind != "oracle":
+        return make_policy(part)
+    try:
+        return find_oracle(setup, scenario.split, make_limits(scenario), scenario.seed, **part.options).policy
+    except TypeError as error:
+        raise InputError(f"policy.options must be what oracle takes: {error}") from None
+
+
 def make_policy(part: PolicyPart) -> Policy:
-    """The policy by name, ours or an outside one.
+    """The policy by name, ours or an outside one; not ``oracle``, which is made for one setup.
 
     Raises:
         InputError: there is none of that name, or it does not take such options.
@@ -170,7 +186,7 @@ def make_policy(part: PolicyPart) -> Policy:
     if found is None and part.kind in outside:
         found = outside[part.kind].load()
     if found is None:
-        names = ", ".join([*_OURS, *outside])
+        names = ", ".join([*_OURS, "oracle", *outside])
         raise InputError(f"policy.kind must be one of {names}, got {part.kind!r}")
     try:
         return found(**part.options)

@@ -70,14 +70,22 @@ class Simulation:
         split: devices by role at the start.
         limits: what no plan may leave.
         policy: asked after every step.
-        seed: of ids; the work is drawn already.
+        seed: of ids and failures; the work is drawn already.
+        bound: of the setup, where it is known already.
 
     Raises:
         InputError: the split cannot be.
     """
 
     def __init__(
-        self, setup: SimSetup, split: Split, limits: Limits, policy: Policy, policy_name: str, seed: int = 0
+        self,
+        setup: SimSetup,
+        split: Split,
+        limits: Limits,
+        policy: Policy,
+        policy_name: str,
+        seed: int = 0,
+        bound: Bound | None = None,
     ) -> None:
         broken = limits.broken_by(split)
         if broken is not None or split.total > setup.num_devices:
@@ -116,6 +124,7 @@ class Simulation:
             self.kernel, setup.num_devices, split, limits, self._stages, switch_s, self._fault_lines.append
         )
         self._faults_rng = Random(seed)
+        self._bound = bound
         self._window: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW_STEPS + 1)
 
     @property
@@ -245,7 +254,7 @@ class Simulation:
         return SimResult(
             name=self._setup.name,
             makespan_s=self.kernel.now_s(),
-            bound=lower_bound(self._setup),
+            bound=self._bound if self._bound is not None else lower_bound(self._setup),
             steps=steps,
             decisions=tuple(self._decisions),
             faults=tuple(self._fault_lines),
