@@ -14,18 +14,21 @@ they take in their best layout, and layouts are compared by device-seconds.
 *Lag.* A group is admitted when at most ``(L + 1) B`` groups, itself included, have not become weights that are READY.
 It holds its place from then until the version that was trained on it is READY. By Little's argument the places, ``(L
 + 1) B T`` place-seconds, suffice for the sum over groups of the time that each must hold one: the critical path of
-its slowest member, a training step, and publication (but for the last step's).
+its slowest member, its training step, and publication (but for the last step's).
 
 *Joint.* Work and places together: see :mod:`steelyard.sim.joint_bound`.
 
-*Path.* With L = 0 a step waits for the slowest group of its batch, and nothing overlaps: the steps add up. For any L
-the run takes at least the longest path of any group and one step.
+*Path.* Step k ends no sooner than the step before it and one step; nor than one step after ``(k + 1) B`` groups are
+done, whichever they are. Group j is done no sooner than its path after its admission, and that waits until the version
+of step ``j // B - L`` is READY: a publication after the step before that has ended. So the ends follow from each other,
+one after the other. With L = 0 nothing overlaps.
 
 *Trainer.* Steps follow each other: N times the fastest step, after the fastest first batch.
 
 *Slots.* The time of tools over their slots, and that of functions that score over theirs.
 """
 
+from bisect import insort
 from collections.abc import Sequence
 
 from steelyard.allocation.moving_cost import MovingCost
@@ -92,14 +95,14 @@ class _Bounds:
         paths = [max(group) for group in members]
         steps = [device_s / setup.num_devices for device_s in self._train_device_s]
         other_work_s = sum(self._train_device_s) + self._reward_work_s()
-        step_held_s = self._step_held_s(min(steps))
+        step_held_s = self._step_held_s(steps)
         joint = JointBound(
             setup, self._layouts, self._groups, members, other_work_s=other_work_s, step_held_s=step_held_s
         )
         return Bound(
             work_s=(self._rollout_work_s() + other_work_s) / setup.num_devices,
             lag_s=(sum(paths) + step_held_s) / ((setup.max_policy_lag + 1) * setup.groups_per_batch),
-            path_s=self._path_s(paths, steps, min(steps)),
+            path_s=self._path_s(paths, steps),
             trainer_s=sum(steps) + self._first_batch_s(paths),
             slots_s=self._slots_s(),
             joint_s=joint.bound_s(),
@@ -110,18 +113,35 @@ class _Bounds:
         size = self._setup.groups_per_batch
         return [self._groups[start : start + size] for start in range(0, len(self._groups), size)]
 
-    def _step_held_s(self, fastest_step_s: float) -> float:
-        """For how long groups hold their places once they are scored, in sum: a step, and publication but for the
-        last."""
-        num_groups = len(self._groups)
-        return num_groups * fastest_step_s + (num_groups - self._setup.groups_per_batch) * self._publish_s
+    def _step_held_s(self, steps: Sequence[float]) -> float:
+        """For how long groups hold their places once they are scored, in sum: a step, and publication but for the last.
 
-    def _path_s(self, paths: Sequence[float], steps: Sequence[float], fastest_step_s: float) -> float:
-        if self._setup.max_policy_lag:
-            return max(paths) + fastest_step_s
+        The sum over steps does not depend on which step takes which group.
+        """
         size = self._setup.groups_per_batch
-        slowest = [max(paths[start : start + size]) for start in range(0, len(paths), size)]
-        return sum(slowest) + sum(steps) + (len(steps) - 1) * self._publish_s
+        return size * sum(steps) + (len(self._groups) - size) * self._publish_s
+
+    def _path_s(self, paths: Sequence[float], steps: Sequence[float]) -> float:
+        """The end of the last step, from the ends of the ones before; see the module's text."""
+        size, lag = self._setup.groups_per_batch, self._setup.max_policy_lag
+        shortest_s = self._shortest_step_s()
+        ends, done = list[float](), list[float]()
+        for step in range(len(steps)):
+            for batch in range(0 if step == 0 else step + lag, min(step + lag + 1, len(steps))):
+                admitted_s = ends[batch - lag - 1] + self._publish_s if batch > lag else 0.0
+                for path_s in paths[batch * size : (batch + 1) * size]:
+                    insort(done, admitted_s + path_s)
+            before_s = ends[-1] if ends else 0.0
+            took_s = steps[step] if lag == 0 else shortest_s
+            ends.append(max(before_s, done[(step + 1) * size - 1]) + took_s)
+        return ends[-1]
+
+    def _shortest_step_s(self) -> float:
+        """A step on those groups that train the fastest: no step is shorter, whichever groups it takes."""
+        alone = sorted(self._train_work_s((group,)) for group in self._groups)
+        nothing_s = self._train_work_s(())
+        size = self._setup.groups_per_batch
+        return (sum(alone[:size]) - (size - 1) * nothing_s) / self._setup.num_devices
 
     def _first_batch_s(self, paths: Sequence[float]) -> float:
         """No step begins before a whole batch of groups is done, whichever they are."""

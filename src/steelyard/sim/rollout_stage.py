@@ -53,7 +53,8 @@ class RolloutStage:
 
     Args:
         cost: of one replica.
-        newest: the newest version that is written: what a new replica loads.
+        newest: the newest version that a new replica has had the time to load.
+        on_joined: called when new replicas are there.
     """
 
     def __init__(
@@ -63,10 +64,11 @@ class RolloutStage:
         coordinator: SimCoordinator,
         cost: ServingCost,
         newest: Callable[[], int],
+        on_joined: Callable[[], None],
     ) -> None:
         self._setup = setup
         self._cost = cost
-        self._newest = newest
+        self._newest, self._on_joined = newest, on_joined
         self._kernel = kernel
         self._coordinator = coordinator
         self._fleet = Pace()
@@ -107,6 +109,7 @@ class RolloutStage:
         """More devices, in replicas that hold the newest version proven, from now on."""
         for _ in range(num_devices // self._cost.tp):
             self._add_replica(self._newest())
+        self._on_joined()
         self.dispatch_soon()
 
     def _add_replica(self, version: int) -> None:
@@ -159,7 +162,7 @@ class RolloutStage:
                 told.append(served.replica.name)
                 on_first()
 
-        for served in tuple(self._served.values()):
+        for served in [one for one in self._served.values() if one.version < version]:
             served.replica.update(pause_s, lambda served=served: updated(served), recompute=self._setup.recompute_kv)  # type: ignore[misc]
 
     # --- attempts -------------------------------------------------------------------------------------

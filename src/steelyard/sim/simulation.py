@@ -106,9 +106,11 @@ class Simulation:
         roofline = Roofline(setup.device, setup.corrections)
         self._serving = ServingCost(setup.model, roofline, split.rollout_tp, setup.element_bytes)
         self._moving = MovingCost(setup.model, roofline, setup.rates, setup.element_bytes)
-        self._written = 0
+        self._written = self._newest_loaded = 0
         self._coordinator = SimCoordinator(setup, self.kernel, seed, self._on_work, self._on_batch)
-        self._rollout = RolloutStage(setup, self.kernel, self._coordinator, self._serving, lambda: self._written)
+        self._rollout = RolloutStage(
+            setup, self.kernel, self._coordinator, self._serving, lambda: self._newest_loaded, self._on_replicas
+        )
         self._train = TrainStage(
             setup, self.kernel, self._coordinator, limits.min_train, self._on_step, self._on_version
         )
@@ -155,7 +157,7 @@ class Simulation:
         return self._result()
 
     def _start(self) -> None:
-        self._written = self._coordinator.publish()
+        self._written = self._newest_loaded = self._coordinator.publish()
         for role, stage in self._stages.items():
             stage.join(self._moves.split.of(role))
         self._window.append((0.0, 0.0, 0.0))
@@ -171,14 +173,26 @@ class Simulation:
         self._train.look_soon()
 
     def _on_version(self, version: int) -> None:
-        # Replicas that are on their way will load it when they come: nobody may be there now.
+        """It is written: all replicas load it."""
         self._written = version
-        num_replicas = max(1, self._moves.split.rollout // self._serving.tp)
-        swap_s = self._moving.swap_s(self._serving)
-        self.kernel.after(
-            self._moving.load_s(self._serving, num_replicas),
-            lambda: self._rollout.update(version, swap_s, self._train.look_soon),
-        )
+        serving = self._serving
+        alone_s = self._moving.load_s(serving) + self._moving.swap_s(serving)
+        self.kernel.after(alone_s, lambda: self._load_on_arrival(version))
+        num_replicas = max(1, self._moves.split.rollout // serving.tp)
+        self.kernel.after(self._moving.load_s(serving, num_replicas), lambda: self._update(version))
+
+    def _load_on_arrival(self, version: int) -> None:
+        """Replicas that come from now on have had the time to load it on their way."""
+        self._newest_loaded = version
+
+    def _update(self, version: int) -> None:
+        self._rollout.update(version, self._moving.swap_s(self._serving), self._train.look_soon)
+
+    def _on_replicas(self) -> None:
+        """Some have come, and may have begun to load before the newest version was written."""
+        version = self._written
+        if version > self._newest_loaded:
+            self.kernel.after(self._moving.load_s(self._serving), lambda: self._update(version))
 
     def _on_step(self, record: StepRecord) -> None:
         totals = self._rollout.totals()
