@@ -1,8 +1,8 @@
-"""The proven bound against every policy and against the exhaustive optimum of small instances; physics of the cost model.
+"""The proven bound against every policy and the exhaustive optimum of small instances; physics of the cost model.
 
-An instance is drawn: 2 to 4 devices, 1 to 3 steps, batches of 1 or 2 groups of 1 to 3 members, lengths, tools, KV
-memory, lag bound, corrections, and in every fourth failures or an outage. On each are played `fixed`, `queue`,
-`ratio`, `oracle`, one random policy, and every run that there is:
+An instance is drawn: 2 to 4 devices, 1 to 3 steps, batches of one group of up to 4 members or two of up to 2, lengths,
+tools, KV memory, lag bound, corrections, and in every fourth failures or an outage. On each are played `fixed`,
+`queue`, `ratio`, `oracle`, one random policy, and every run that there is:
 
     allocations   all sizes of replicas, all splits to begin with (idle devices included), and after each step but the
                   last all splits again. A policy is asked after steps only and answers with a split: what it does is
@@ -89,7 +89,7 @@ def draw_instance(rng: Random) -> tuple[SimSetup, Limits]:
     num_groups = rng.choice([1, 2])
     spec = SyntheticSpec(
         num_groups=num_groups * num_steps,
-        group_size=rng.randint(1, 3),
+        group_size=rng.randint(1, 4 if num_groups == 1 else 2),
         turns=LengthSpec(median=rng.choice([1, 2, 4]), sigma=0.6),
         generated_tokens=LengthSpec(median=rng.choice([5, 60, 400]), sigma=rng.uniform(0, 1.2)),
         first_prompt_tokens=LengthSpec(median=rng.choice([50, 1000, 4000]), sigma=0.3),
@@ -111,8 +111,8 @@ def draw_instance(rng: Random) -> tuple[SimSetup, Limits]:
         groups_per_batch=num_groups,
         max_policy_lag=rng.randint(0, 2),
         rates=MovingRates(start_s=rng.choice([0.01, 0.3]), release_s=0.01, storage_bytes_per_s=1e9),
-        reward=RewardWork(function_s=rng.choice([0.0, 0.2]), num_slots=rng.choice([None, 1])),
-        tool_slots=rng.choice([None, 1, 2]),
+        reward=RewardWork(function_s=rng.choice([0.0, 0.2]), num_slots=rng.choice([None, None, 1])),
+        tool_slots=rng.choice([None, None, 1, 2]),
         max_running=rng.choice([2, 16, 256]),
         recompute_kv=rng.random() < 0.5,
         faults=_draw_faults(rng) if rng.random() < 0.25 else Faults(),
@@ -132,7 +132,7 @@ def _draw_faults(rng: Random) -> Faults:
 def measure(rng: Random) -> Found:
     """Play everything on one instance."""
     setup, limits = draw_instance(rng)
-    bound = lower_bound(setup)
+    bound = lower_bound(setup, limits)
     player = Player(setup, limits)
     tp_sizes = [layout.tp for layout in serving_layouts(setup) if all_splits(setup, limits, layout.tp)]
     plays = exhaustive_optimum(player, setup, limits, tp_sizes)

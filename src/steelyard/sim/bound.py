@@ -3,13 +3,14 @@
 Let T be the time from the start to the end of the last of N optimizer steps, B the groups of a batch and L the lag
 bound. All of these hold at once; the bound is the largest.
 
-*Work.* The devices work at most D T device-seconds. For sampling, a step of a replica of t devices takes at least the
-larger of its arithmetic and its memory traffic, and a sum of maxima is at least the maximum of the sums: so
-arithmetic and traffic may each be added up over all tokens. Traffic holds the weights once a step. A step's sequences
-fit into the KV memory of C tokens and into the batch of M, so a sequence with context c may be charged the share
-``w c / C + (1 - w) / M`` of the weights, for any w from 0 to 1: those of a step add up to at most 1. Prompts are
-computed at least once, siblings and turns sharing nothing but what was theirs before. Training and scoring take what
-they take in their best layout, and layouts are compared by device-seconds.
+*Work.* The devices work at most D T device-seconds, and those that the limits leave to a role at most their share. For
+sampling, a step of a replica of t devices takes at least the larger of its arithmetic and its memory traffic, and a sum
+of maxima is at least the maximum of the sums: so arithmetic and traffic may each be added up over all tokens. Traffic
+holds the weights once a step. A step's sequences fit into the KV memory of C tokens and into the batch of M, so a
+sequence with context c may be charged the share ``w c / C + (1 - w) / M`` of the weights, for any w from 0 to 1: those
+of a step add up to at most 1. Prompts are computed at least once, siblings and turns sharing nothing but what was
+theirs before. Training and scoring take what they take in their best layout, and layouts are compared by
+device-seconds.
 
 *Lag.* A group is admitted when at most ``(L + 1) B`` groups, itself included, have not become weights that are READY.
 It holds its place from then until the version that was trained on it is READY. By Little's argument the places, ``(L
@@ -34,6 +35,7 @@ from collections.abc import Sequence
 from steelyard.allocation.moving_cost import MovingCost
 from steelyard.allocation.roofline import Roofline
 from steelyard.allocation.serving_cost import ServingCost, check_tp
+from steelyard.allocation.snapshot import Limits
 from steelyard.allocation.training_cost import TrainBatch, least_device_s
 from steelyard.allocation.workload import GroupWork, TrajectoryWork
 from steelyard.errors import InputError
@@ -68,18 +70,26 @@ class Bound(Record, frozen=True, kw_only=True):
         return max(TERMS, key=lambda name: float(getattr(self, f"{name}_s")))
 
 
-def lower_bound(setup: SimSetup) -> Bound:
+def lower_bound(setup: SimSetup, limits: Limits | None = None) -> Bound:
     """The bound of one run that drops no group: it trains those that it admits, in the order of their admission.
+
+    Args:
+        limits: what no plan may leave; None: all devices may sample, and all may train.
 
     Raises:
         InputError: the model fits into no layout.
     """
-    return _Bounds(setup).bound()
+    return _Bounds(setup, limits).bound()
 
 
 class _Bounds:
-    def __init__(self, setup: SimSetup) -> None:
+    def __init__(self, setup: SimSetup, limits: Limits | None) -> None:
         self._setup = setup
+        self._most_rollout = self._most_train = setup.num_devices
+        if limits is not None:
+            free = setup.num_devices - limits.min_reward
+            self._most_rollout = min(free - limits.min_train, limits.max_rollout or free)
+            self._most_train = min(free - limits.min_rollout, limits.max_train or free)
         self._roofline = Roofline(setup.device, setup.corrections)
         self._layouts = serving_layouts(setup)
         self._groups = setup.admitted_groups()
@@ -93,19 +103,18 @@ class _Bounds:
         setup = self._setup
         members = [[self._trajectory_path_s(one) for one in group.trajectories] for group in self._groups]
         paths = [max(group) for group in members]
-        steps = [device_s / setup.num_devices for device_s in self._train_device_s]
+        steps = [device_s / self._most_train for device_s in self._train_device_s]
         other_work_s = sum(self._train_device_s) + self._reward_work_s()
         step_held_s = self._step_held_s(steps)
-        joint = JointBound(
-            setup, self._layouts, self._groups, members, other_work_s=other_work_s, step_held_s=step_held_s
-        )
+        joint = JointBound(setup, self._layouts, self._groups, members, step_held_s=step_held_s)
+        rollout_s = self._rollout_work_s()
         return Bound(
-            work_s=(self._rollout_work_s() + other_work_s) / setup.num_devices,
+            work_s=max((rollout_s + other_work_s) / setup.num_devices, rollout_s / self._most_rollout),
             lag_s=(sum(paths) + step_held_s) / ((setup.max_policy_lag + 1) * setup.groups_per_batch),
             path_s=self._path_s(paths, steps),
             trainer_s=sum(steps) + self._first_batch_s(paths),
             slots_s=self._slots_s(),
-            joint_s=joint.bound_s(),
+            joint_s=max(joint.bound_s(setup.num_devices, other_work_s), joint.bound_s(self._most_rollout, 0.0)),
         )
 
     def _batches(self) -> list[tuple[GroupWork, ...]]:
@@ -141,7 +150,7 @@ class _Bounds:
         alone = sorted(self._train_work_s((group,)) for group in self._groups)
         nothing_s = self._train_work_s(())
         size = self._setup.groups_per_batch
-        return (sum(alone[:size]) - (size - 1) * nothing_s) / self._setup.num_devices
+        return (sum(alone[:size]) - (size - 1) * nothing_s) / self._most_train
 
     def _first_batch_s(self, paths: Sequence[float]) -> float:
         """No step begins before a whole batch of groups is done, whichever they are."""

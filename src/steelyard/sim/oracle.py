@@ -83,7 +83,7 @@ class Player:
 
     def __init__(self, setup: SimSetup, limits: Limits, seed: int = 0) -> None:
         self._setup, self._limits, self._seed = setup, limits, seed
-        self._bound: Bound = lower_bound(setup)
+        self._bound: Bound = lower_bound(setup, limits)
         self._played: dict[tuple[Split, Schedule], Play] = {}
 
     @property

@@ -71,7 +71,7 @@ class Simulation:
         limits: what no plan may leave.
         policy: asked after every step.
         seed: of ids and failures; the work is drawn already.
-        bound: of the setup, where it is known already.
+        bound: of the setup and limits, where it is known already.
 
     Raises:
         InputError: the split cannot be.
@@ -126,7 +126,7 @@ class Simulation:
             self.kernel, setup.num_devices, split, limits, self._stages, switch_s, self._fault_lines.append
         )
         self._faults_rng = Random(seed)
-        self._bound = bound
+        self._bound = bound if bound is not None else lower_bound(setup, limits)
         self._window: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW_STEPS + 1)
 
     @property
@@ -268,7 +268,7 @@ class Simulation:
         return SimResult(
             name=self._setup.name,
             makespan_s=self.kernel.now_s(),
-            bound=self._bound if self._bound is not None else lower_bound(self._setup),
+            bound=self._bound,
             steps=steps,
             decisions=tuple(self._decisions),
             faults=tuple(self._fault_lines),
