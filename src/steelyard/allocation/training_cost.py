@@ -125,34 +125,39 @@ class TrainingCost:
             )
         if batch.num_tokens == 0:
             return 0.0
-        per_rank = batch.num_tokens / self.layout.dp
-        full = min(per_rank, float(self.layout.micro_batch_tokens))
-        density = batch.pairs / batch.num_tokens
-        num_full, rest = divmod(per_rank, full)
-        full_s = self._micro_batch_s(full, density)
-        # Micro-batches are filled in turn, so all but the last are full; the pipeline fills and drains at their pace.
-        rest_s = self._micro_batch_s(rest, density) if rest > 0.0 else 0.0
-        return (num_full + self.layout.pp - 1) * full_s + rest_s + self._optimizer_s()
+        layout = self.layout
+        tokens, pairs = batch.num_tokens / layout.dp, batch.pairs / layout.dp
+        full = min(tokens, float(layout.micro_batch_tokens))
+        # The pipeline fills and drains at the pace of its slowest micro-batch: a full one of the longest sequences.
+        slowest_pairs = min(pairs, full * (batch.longest_tokens + 1) / 2)
+        num_micro_batches = math.ceil(tokens / full)
+        filling_s = (layout.pp - 1) * self._micro_batches_s(full, slowest_pairs, 1)
+        return self._micro_batches_s(tokens, pairs, num_micro_batches) + filling_s + self._optimizer_s()
 
     def utilisation(self, batch: TrainBatch) -> float:
         """Model FLOPs utilisation: at most 1."""
         peak = self.roofline.device.peak_flops_per_s * self.layout.num_devices
         return self.model_flops(batch) / (self.step_s(batch) * peak)
 
-    def _micro_batch_s(self, num_tokens: float, pairs_per_token: float) -> float:
-        """A micro-batch of one data rank on one stage."""
+    def _micro_batches_s(self, num_tokens: float, pairs: float, number: int) -> float:
+        """So many micro-batches of one data rank on one stage, one after the other; they hold all of the tokens.
+
+        What can hide hides behind the arithmetic of all of them: parameters are fetched ahead.
+        """
         layout, roofline = self.layout, self.roofline
         passes = 1.0 + _BACKWARD + (1.0 if layout.recompute else 0.0)
-        flops = passes * forward_flops(self.architecture, num_tokens, num_tokens * pairs_per_token)
-        flops /= layout.tp * layout.cp * layout.pp
+        flops = passes * forward_flops(self.architecture, num_tokens, pairs) / layout.tp / layout.cp / layout.pp
         stage_bytes = self.architecture.num_parameters * self.element_bytes / layout.tp / layout.pp
-        compute_s = roofline.work_s(flops, passes * stage_bytes, roofline.corrections.train_compute)
-        exposed_s = self._tensor_s(num_tokens / layout.cp, passes) + self._expert_s(num_tokens / layout.cp, passes)
+        compute_s = roofline.work_s(flops, number * passes * stage_bytes, roofline.corrections.train_compute)
+        each = num_tokens / number
+        exposed_s = self._tensor_s(each / layout.cp, number * passes) + self._expert_s(
+            each / layout.cp, number * passes
+        )
         # Gathering and scattering run beside the arithmetic, and so does the ring of context parallelism.
-        hidden_s = self._data_s(stage_bytes) + self._context_s(num_tokens, passes)
+        hidden_s = number * self._data_s(stage_bytes) + self._context_s(each, number * passes)
         layers = math.ceil(self.architecture.num_layers / layout.pp)
         pipeline_s = self._pipeline_s(num_tokens / layout.cp)
-        return max(compute_s, hidden_s) + exposed_s + pipeline_s + passes * roofline.launches_s(layers)
+        return max(compute_s, hidden_s) + exposed_s + pipeline_s + number * passes * roofline.launches_s(layers)
 
     def _tensor_s(self, tokens: float, passes: float) -> float:
         """Two all-reduces a layer and pass."""
