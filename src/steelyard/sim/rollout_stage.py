@@ -115,7 +115,16 @@ class RolloutStage:
     def _add_replica(self, version: int) -> None:
         self._num_started += 1
         name = f"r{self._num_started:05d}"
-        replica = SimReplica(name, self._kernel, self._cost, max_running=self._setup.max_running)
+        engine = self._setup.engine
+        replica = SimReplica(
+            name,
+            self._kernel,
+            self._cost,
+            max_running=self._setup.max_running,
+            chunk_tokens=engine.chunk_tokens,
+            kv_tokens_limit=engine.kv_tokens,
+            block_tokens=engine.block_tokens,
+        )
         state = ReplicaState(name, self._fleet, self.dispatch_soon)
         state.capacity_tokens = replica.kv_capacity_tokens
         self._states[name], self._served[name] = state, _Served(replica, state, version)
@@ -300,7 +309,7 @@ class RolloutStage:
                 self._end(attempt)
 
         tool_s, faults = attempt.trajectory.turns[attempt.turn].tool_s, self._setup.faults
-        self._kernel.at(faults.tool_ends_s(self._kernel.now_s(), tool_s), returned)
+        self._kernel.at(faults.tool_ends_s(self._kernel.now_s(), tool_s) + self._setup.engine.call_s, returned)
 
     def _lose(self, attempt: _Attempt, reason: str) -> None:
         self._end(attempt)
