@@ -31,11 +31,11 @@ class MovingRates(Record, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for field in ("storage_bytes_per_s", "digest_bytes_per_s", "swap_bytes_per_s"):
-            if not getattr(self, field) > 0.0:
-                raise InputError(f"rates.{field} must be > 0, got {getattr(self, field)}")
+            if not 0.0 < getattr(self, field) < float("inf"):
+                raise InputError(f"rates.{field} must be finite and > 0, got {getattr(self, field)}")
         for field in ("start_s", "release_s"):
-            if not getattr(self, field) >= 0.0:
-                raise InputError(f"rates.{field} must be >= 0, got {getattr(self, field)}")
+            if not 0.0 <= getattr(self, field) < float("inf"):
+                raise InputError(f"rates.{field} must be finite and >= 0, got {getattr(self, field)}")
 
 
 class MovingCost:

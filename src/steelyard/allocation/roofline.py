@@ -33,10 +33,12 @@ class Corrections(Record, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for field in ("prefill_compute", "decode_compute", "train_compute", "memory", "communication"):
-            if not getattr(self, field) >= 1.0:
-                raise InputError(f"corrections.{field} must be >= 1 (the roofline), got {getattr(self, field)}")
-        if not self.launch >= 0.0:
-            raise InputError(f"corrections.launch must be >= 0, got {self.launch}")
+            if not 1.0 <= getattr(self, field) < float("inf"):
+                raise InputError(
+                    f"corrections.{field} must be >= 1 (the roofline) and finite, got {getattr(self, field)}"
+                )
+        if not 0.0 <= self.launch < float("inf"):
+            raise InputError(f"corrections.launch must be finite and >= 0, got {self.launch}")
         if not 0.0 <= self.overlap <= 1.0:
             raise InputError(f"corrections.overlap must be between 0 and 1, got {self.overlap}")
 

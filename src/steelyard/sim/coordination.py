@@ -47,11 +47,14 @@ class _Stream:
         return TaskRef(position=position, epoch=0, task_index=position, task_id=str(position))
 
 
-class _NothingRecorded:
-    """Lost tokens are reported with the failure that loses them."""
+class _Lost:
+    """What was sampled for attempts that fail: said just before the failure that loses it."""
 
-    def discard(self, _attempt_id: str) -> int:
-        return 0
+    def __init__(self) -> None:
+        self.num_tokens = dict[str, int]()
+
+    def discard(self, attempt_id: str) -> int:
+        return self.num_tokens.pop(attempt_id, 0)
 
 
 async def _never(_seconds: float) -> None:
@@ -73,6 +76,7 @@ class SimCoordinator:
         self._kernel, self._on_work = kernel, on_work
         self._next_advance: Timer | None = None
         self.counters = Counters()
+        self._lost = _Lost()
         self.core = Core(
             state=State(),
             journal=None,
@@ -81,7 +85,7 @@ class SimCoordinator:
             sleep=_never,
             ids=SeededIds(seed),
             counters=self.counters,
-            open_traces=_NothingRecorded(),
+            open_traces=self._lost,
             jitter=FullWait(),
         )
         self._groups = Groups(self.core, _Stream())
@@ -143,6 +147,7 @@ class SimCoordinator:
             reason=reason,
             lost_tokens=num_tokens,
         )
+        self._lost.num_tokens[lease.attempt_id] = num_tokens
         self._leases.report_failure(failure, _WORKER)
         self._plan_advance()
 

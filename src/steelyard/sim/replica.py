@@ -170,6 +170,8 @@ class SimReplica:
         open_calls = (*self._waiting, *self._running, *self._prefilling)
         for call in open_calls:
             call.is_over = True
+            if call in self._running:
+                call.num_sampled = self._num_steps - call.started
         if self._span is not None:
             self._span.timer.cancel()
         self._span = None

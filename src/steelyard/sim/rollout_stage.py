@@ -247,7 +247,8 @@ class RolloutStage:
 
         def lost() -> None:
             self._dispatcher.finish(ticket, placed.replica_id, None, self._kernel.now_s())
-            self._lose(attempt, f"replica {placed.replica_id} failed")
+            attempt.num_tokens += call.num_sampled
+            self._lose(attempt, "replica_failed")
 
         call = SimCall(
             attempt_id=attempt.lease.attempt_id,

@@ -77,6 +77,7 @@ class SimSetup(Record, frozen=True, kw_only=True):
             ("groups_per_batch", 1),
             ("max_policy_lag", 0),
             ("max_running", 1),
+            ("max_tokens", 1),
             ("element_bytes", 1),
         ):
             if getattr(self, field) < low:

@@ -4,21 +4,25 @@ from collections import deque
 from collections.abc import Callable
 from random import Random
 
+from msgspec.structs import replace
+
 from steelyard.allocation.moving_cost import MovingCost
 from steelyard.allocation.roofline import Roofline
 from steelyard.allocation.serving_cost import ServingCost
 from steelyard.allocation.snapshot import Limits, Plan, Policy, Role, Snapshot, Split, StageTimes, checked
+from steelyard.coordinator.books import TokenBook, token_book
 from steelyard.coordinator.entities import State
 from steelyard.coordinator.transitions import GroupState, RolloutState
 from steelyard.errors import InputError, RunError
 from steelyard.sim.bound import Bound, lower_bound
 from steelyard.sim.coordination import SimCoordinator
 from steelyard.sim.device_moves import DeviceMoves, Stage
+from steelyard.sim.fit import check_fit
 from steelyard.sim.kernel import Kernel
 from steelyard.sim.reward_stage import RewardStage
 from steelyard.sim.rollout_stage import RolloutStage
 from steelyard.sim.setup import SimSetup
-from steelyard.sim.train_stage import StepRecord, TrainLayouts, TrainStage
+from steelyard.sim.train_stage import StepRecord, TrainStage
 from steelyard.types.record import Record
 
 _WINDOW_STEPS = 5
@@ -34,6 +38,7 @@ class SimResult(Record, frozen=True, kw_only=True):
         steps: every optimizer step.
         decisions: what the policy changed, or would not, one line each.
         faults: devices that died and returned, one line each.
+        tokens: what became of every sampled token; ``recorded`` is what the replicas counted.
         idle_frac: share of each role's device-seconds in which nothing was computed; of devices on their way under
         ``moving``. num_events: of the kernel; ``num_transitions`` of the coordinator.
     """
@@ -46,6 +51,7 @@ class SimResult(Record, frozen=True, kw_only=True):
     faults: tuple[str, ...]
     num_trajectories: int
     generated_tokens: int
+    tokens: TokenBook
     recomputed_tokens: int
     idle_frac: dict[str, float]
     mean_lag: float
@@ -87,20 +93,7 @@ class Simulation:
         seed: int = 0,
         bound: Bound | None = None,
     ) -> None:
-        broken = limits.broken_by(split)
-        if broken is not None or split.total > setup.num_devices:
-            raise InputError(f"{setup.name}: {broken or f'a split must use at most {setup.num_devices} devices'}")
-        if setup.reward.model is not None:
-            for what, number in (("reward", split.reward), ("limits.min_reward", limits.min_reward)):
-                if number < 1:
-                    raise InputError(
-                        f"{setup.name}: {what} must be at least 1 device for {setup.reward.model.name}, got {number}"
-                    )
-        least = TrainLayouts(setup).least_devices(limits.min_train)
-        if least > limits.min_train:
-            raise InputError(
-                f"{setup.name}: limits.min_train must be >= {least}, with which training fits, got {limits.min_train}"
-            )
+        check_fit(setup, split, limits)
         self._setup, self._policy, self._policy_name = setup, policy, policy_name
         self.kernel = Kernel()
         roofline = Roofline(setup.device, setup.corrections)
@@ -274,6 +267,7 @@ class Simulation:
             faults=tuple(self._fault_lines),
             num_trajectories=len(steps) * self._setup.groups_per_batch * self._setup.group_size,
             generated_tokens=totals.decode_tokens,
+            tokens=replace(token_book(self._coordinator.state, {}), recorded=totals.decode_tokens),
             recomputed_tokens=totals.recomputed_tokens,
             idle_frac=self._moves.idle_fracs(busy),
             mean_lag=sum(step.max_lag for step in steps) / len(steps),

@@ -55,7 +55,7 @@ def test_programs_get_json_and_may_change_policy_and_steps(scenario: str, capsys
     ("words", "message"),
     [
         (["nowhere.yaml"], "the scenario nowhere.yaml must be readable, got: No such file or directory"),
-        (["SCENARIO", "--policy", "magic"], "policy.kind must be one of fixed, queue, ratio, got 'magic'"),
+        (["SCENARIO", "--policy", "magic"], "policy.kind must be one of fixed, queue, ratio, oracle, got 'magic'"),
         (["SCENARIO", "--steps", "0"], "num_steps must be >= 1, got 0"),
         (["TIGHT"], "small: limits.min_train must be >= 2, with which training fits, got 1"),
     ],

@@ -107,7 +107,7 @@ def test_a_reward_model_works_on_its_own_devices() -> None:
     limits = Limits(total=8, min_rollout=2, min_train=2, min_reward=1)
     _, result = run(made, FixedPolicy(), Split(rollout=4, train=3, reward=1), limits)
     assert 0.0 < result.idle_frac["reward"] < 1.0
-    with pytest.raises(InputError, match="s: reward must be at least 1 device for small, got 0"):
+    with pytest.raises(InputError, match=r"s: split\.reward must be >= 1, for small to score, got 0"):
         run(made, FixedPolicy())
 
 
@@ -162,17 +162,20 @@ def test_whatever_dies_every_group_ends_and_no_device_is_lost(
     assert max(step.max_lag for step in result.steps) <= lag
     prompts = simulation.coordinator_state.prompts
     assert (prompts.trained, prompts.not_dropped) == (8, 8)
+    assert (result.tokens.gap, result.tokens.in_flight, result.tokens.rejected) == (0, 0, {})
 
 
 def test_a_replica_that_dies_has_its_attempts_sampled_again_and_its_device_comes_back() -> None:
-    death = DeviceFailure(at_s=0.2, role=Role.ROLLOUT, num_devices=1, returns_after_s=0.5)
+    death = DeviceFailure(at_s=0.4, role=Role.ROLLOUT, num_devices=2, returns_after_s=0.5)
     _, whole = run(setup(), FixedPolicy())
     simulation, result = run(setup(faults=Faults(failures=(death,))), FixedPolicy())
     assert simulation.coordinator_state.prompts.trained == 8
-    assert result.generated_tokens >= whole.generated_tokens
+    assert result.tokens.trained == whole.generated_tokens
+    assert result.tokens.recorded == result.tokens.trained + sum(result.tokens.lost.values())
+    assert result.tokens.lost["replica_failed"] > 0
     assert result.idle_frac["dead"] > 0.0
-    assert "1 of rollout died at 0.2 s, 1 are dead" in result.faults
-    assert "1 returned at 0.7 s, 0 are dead" in result.faults
+    assert "2 of rollout died at 0.4 s, 2 are dead" in result.faults
+    assert "2 returned at 0.9 s, 0 are dead" in result.faults
     assert simulation.snapshot().split == Split(rollout=4, train=4)
 
 
