@@ -55,11 +55,8 @@ class RolloutStage:
         self._kernel = kernel
         self._coordinator = coordinator
         self._fleet = Pace()
-        self._states: dict[str, ReplicaState] = {}
         self._served: dict[str, _Served] = {}
-        self._dispatcher = Dispatcher(
-            self._states, self._fleet, projection_quantile=_QUANTILE, recovery_wait_s=float("inf")
-        )
+        self._dispatcher = Dispatcher(self._fleet, projection_quantile=_QUANTILE, recovery_wait_s=float("inf"))
         self._waiting_attempts: dict[str, _Attempt] = {}
         self._tool_waits: deque[_Attempt] = deque()
         self._free_tools = setup.tool_slots
@@ -95,7 +92,8 @@ class RolloutStage:
         replica = SimReplica(name, self._kernel, cost, max_running=self._setup.max_running)
         state = ReplicaState(name, self._fleet, self.dispatch_soon)
         state.capacity_tokens = replica.kv_capacity_tokens
-        self._states[name], self._served[name] = state, _Served(replica, state, version)
+        self._dispatcher.add_replica(state)
+        self._served[name] = _Served(replica, state, version)
         self._coordinator.replica_started(name)
         self._coordinator.loaded(name, version)
         state.now_holds({version})
@@ -298,8 +296,8 @@ class RolloutStage:
     def _remove(self, served: _Served, why: str) -> None:
         name = served.replica.name
         _add(self._past, served.replica.totals, served.replica.cost.tp)
-        self._dispatcher.homes.drop_replica(name)
-        del self._served[name], self._states[name]
+        self._dispatcher.remove_replica(name)
+        del self._served[name]
         self._coordinator.replica_down(name, why)
         self.dispatch_soon()
 
