@@ -162,8 +162,8 @@ class Dispatcher:
         self._settle()
         changed, self._changed = self._changed, {}
         self._any_lanes = {lane: None for lane in self._any_lanes if self._queue.has_waiting(lane)}
-        lanes = dict[str | _AnyLane, None](self._any_lanes)
-        lanes.update((home_id, None) for home_id in changed if self._queue.has_waiting(home_id))
+        homes = [home_id for home_id in changed if self._queue.has_waiting(home_id)]
+        lanes = dict[str | _AnyLane, None].fromkeys([*self._any_lanes, *homes])
         decided: list[Decision] = []
         full: set[Kind] = set()
         while (entry := self._queue.first(lanes)) is not None:

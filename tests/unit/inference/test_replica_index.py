@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 from hypothesis import settings as hypothesis_settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from steelyard.inference.dispatcher import Dispatcher, Placed, Ticket
 from steelyard.inference.homes import Homes
@@ -17,7 +17,7 @@ from steelyard.testing.versions import request_for
 from steelyard.types import FinishReason, GenerateRequest, GenerateResult, VersionSpan
 
 NAMES = tuple(f"rep{index}" for index in range(5))
-CAPACITIES = (200, 200, 200, 500, None)
+CAPACITIES = (2000, 2000, 2000, 5000, None)
 RECOVERY_WAIT_S = 5.0
 QUANTILE = 0.9
 Decided = tuple[str, str | None, str | None]
@@ -275,10 +275,10 @@ class BothMachine(RuleBasedStateMachine):
 
     @rule(
         flow=st.sampled_from("ab"),
-        attempt=st.integers(0, 8),
-        num_prompt=st.integers(1, 150),
-        max_tokens=st.integers(1, 120),
-        version=st.sampled_from([0, 0, 0, 1]),
+        attempt=st.integers(0, 5),
+        num_prompt=st.integers(1, 1900),
+        max_tokens=st.integers(1, 60),
+        version=st.sampled_from([0, 0, 0, 0, 0, 1]),
         follows=st.booleans(),
     )
     def ask(self, flow: str, attempt: int, num_prompt: int, max_tokens: int, version: int, follows: bool) -> None:
@@ -293,7 +293,7 @@ class BothMachine(RuleBasedStateMachine):
         self.look()
 
     @precondition(lambda self: self.placed)
-    @rule(data=st.data(), num_tokens=st.integers(1, 120), passes_s=st.floats(0, 3), stops=st.booleans())
+    @rule(data=st.data(), num_tokens=st.integers(1, 60), passes_s=st.floats(0, 1), stops=st.booleans())
     def answer(self, data: st.DataObject, num_tokens: int, passes_s: float, stops: bool) -> None:
         self.now_s += passes_s
         ticket, asked, replica_id = self.placed.pop(data.draw(st.sampled_from(sorted(self.placed))))
@@ -315,7 +315,7 @@ class BothMachine(RuleBasedStateMachine):
         self.quick.withdraw(ticket)
         self.plain.waiting.remove(asked)
 
-    @rule(attempt=st.integers(0, 8))
+    @rule(attempt=st.integers(0, 5))
     def release(self, attempt: int) -> None:
         self.quick.homes.release(f"att{attempt}")
         self.plain.homes.release(f"att{attempt}")
@@ -329,7 +329,7 @@ class BothMachine(RuleBasedStateMachine):
     def drain(self, name: str, drains: bool) -> None:
         self.on_both(name, lambda state: state.now_drains(drains))
 
-    @rule(name=st.sampled_from(NAMES), versions=st.sampled_from([(0,), (1,), (0, 1)]))
+    @rule(name=st.sampled_from(NAMES), versions=st.sampled_from([(0,), (0,), (1,), (0, 1)]))
     def update(self, name: str, versions: tuple[int, ...]) -> None:
         self.on_both(name, lambda state: state.now_holds(set(versions)))
 
