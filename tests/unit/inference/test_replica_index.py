@@ -243,10 +243,16 @@ class BothMachine(RuleBasedStateMachine):
         self.placed: dict[str, tuple[Ticket, Asked, str]] = {}
         self.waiting: dict[str, tuple[Ticket, Asked]] = {}
         self.fleet = Pace()
+
+    @initialize(num_looked_at=st.sampled_from([1, 2, 8]))
+    def start(self, num_looked_at: int) -> None:
         self.quick = Dispatcher(
-            self.fleet, projection_quantile=QUANTILE, recovery_wait_s=RECOVERY_WAIT_S, num_looked_at=2
+            self.fleet,
+            projection_quantile=QUANTILE,
+            recovery_wait_s=RECOVERY_WAIT_S,
+            num_looked_at=num_looked_at,
         )
-        self.plain = PlainDispatcher(num_looked_at=2)
+        self.plain = PlainDispatcher(num_looked_at)
         for name in NAMES:
             self.quick.add_replica(new_state(name, self.fleet))
             self.plain.add_replica(new_state(name, self.plain.fleet))
