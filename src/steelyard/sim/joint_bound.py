@@ -61,8 +61,8 @@ class JointBound:
         trajectories = [one for group in groups for one in group.trajectories]
         tools_s = [one.tool_s + setup.reward.function_s for one in trajectories]
         self._waits_s = np.array(tools_s).reshape(self._paths.shape)
-        rows = [row for index, one in enumerate(trajectories) for row in _turns(index, one)]
-        columns = np.array(rows, dtype=np.float64).T
+        rows = [np.array(_turns(index, one), dtype=np.float64) for index, one in enumerate(trajectories)]
+        columns = np.concatenate(rows).T.copy()
         self._owner = columns[0].astype(np.int64)
         self._num_decoded, self._first_kv, self._last_kv, self._prompts, self._pairs = columns[1:]
 

@@ -72,11 +72,8 @@ class RolloutStage:
         self._kernel = kernel
         self._coordinator = coordinator
         self._fleet = Pace()
-        self._states: dict[str, ReplicaState] = {}
         self._served: dict[str, _Served] = {}
-        self._dispatcher = Dispatcher(
-            self._states, self._fleet, projection_quantile=_QUANTILE, recovery_wait_s=float("inf")
-        )
+        self._dispatcher = Dispatcher(self._fleet, projection_quantile=_QUANTILE, recovery_wait_s=float("inf"))
         self._waiting_attempts: dict[str, _Attempt] = {}
         self._tool_waits: deque[_Attempt] = deque()
         self._free_tools = setup.tool_slots
@@ -110,6 +107,7 @@ class RolloutStage:
         for _ in range(num_devices // self._cost.tp):
             self._add_replica(self._newest())
         self._on_joined()
+        self._end_drained()
         self.dispatch_soon()
 
     def _add_replica(self, version: int) -> None:
@@ -127,7 +125,8 @@ class RolloutStage:
         )
         state = ReplicaState(name, self._fleet, self.dispatch_soon)
         state.capacity_tokens = replica.kv_capacity_tokens
-        self._states[name], self._served[name] = state, _Served(replica, state, version)
+        self._dispatcher.add_replica(state)
+        self._served[name] = _Served(replica, state, version)
         self._coordinator.replica_started(name)
         self._coordinator.loaded(name, version)
         state.now_holds({version})
@@ -167,6 +166,7 @@ class RolloutStage:
             self._coordinator.loaded(served.replica.name, version, replaced=served.version)
             served.version = version
             served.state.now_holds({version})
+            self._end_drained()
             if not told:
                 told.append(served.replica.name)
                 on_first()
@@ -326,6 +326,11 @@ class RolloutStage:
                 served.replica.release(attempt.lease.attempt_id)
                 self._end_if_drained(served)
 
+    def _end_drained(self) -> None:
+        """Others hold a version now that only a draining replica had: whoever it kept can go on there."""
+        for served in [one for one in self._served.values() if one.on_gone is not None]:
+            self._end_if_drained(served)
+
     def _end_if_drained(self, served: _Served) -> None:
         name, on_gone = served.replica.name, served.on_gone
         if on_gone is None or name not in self._served or not self._dispatcher.is_drained(name):
@@ -336,8 +341,8 @@ class RolloutStage:
     def _remove(self, served: _Served, why: str) -> None:
         name = served.replica.name
         _add(self._past, served.replica.totals, served.replica.cost.tp)
-        self._dispatcher.homes.drop_replica(name)
-        del self._served[name], self._states[name]
+        self._dispatcher.remove_replica(name)
+        del self._served[name]
         self._coordinator.replica_down(name, why)
         self.dispatch_soon()
 

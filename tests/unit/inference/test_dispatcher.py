@@ -1,6 +1,5 @@
 """The router without its I/O, under any order of events."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
@@ -8,7 +7,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from steelyard.inference.dispatcher import Dispatcher, Placed, Ticket, Unservable
-from steelyard.inference.placement import Candidate, choose
 from steelyard.inference.projection import Pace
 from steelyard.inference.replica_state import ReplicaState
 from steelyard.testing.versions import request_for
@@ -26,27 +24,6 @@ def answer(request: GenerateRequest, replica_id: str, num_tokens: int, reason: F
     )  # fmt: skip
 
 
-class PlainlyChecked(Dispatcher):
-    """Compares every choice with that of a look at all replicas, without shortcuts."""
-
-    def _choose(
-        self, ticket: Ticket, able: Sequence[ReplicaState], home_id: str | None, closed: set[str], now_s: float
-    ) -> Candidate | None:
-        candidates = [
-            self._candidate(
-                ticket,
-                state,
-                now_s,
-                has_room=state.replica_id not in closed and self._has_room(ticket, state, now_s),
-            )
-            for state in able
-        ]
-        plain = choose(ticket.need, home_id, candidates)
-        chosen = super()._choose(ticket, able, home_id, closed, now_s)
-        assert chosen == plain
-        return chosen
-
-
 @dataclass
 class World:
     """Replicas and a dispatcher, with what became of every request."""
@@ -60,12 +37,13 @@ class World:
 
     def __post_init__(self) -> None:
         fleet = Pace()
+        self.dispatcher = Dispatcher(fleet, projection_quantile=0.9, recovery_wait_s=5.0)
         for name in NAMES:
             state = ReplicaState(name, fleet, lambda: None)
             state.capacity_tokens = CAPACITY
             state.versions = {0}
             self.states[name] = state
-        self.dispatcher = PlainlyChecked(self.states, fleet, projection_quantile=0.9, recovery_wait_s=5.0)
+            self.dispatcher.add_replica(state)
 
     def ask(self, flow: str, attempt: int, num_prompt: int, max_tokens: int) -> Ticket:
         """A new request, queued."""
@@ -190,7 +168,7 @@ TestDispatcher = DispatcherMachine.TestCase
 def test_a_large_request_is_not_passed_for_ever_by_small_ones() -> None:
     world = World()
     for name in NAMES[1:]:
-        del world.states[name]
+        world.dispatcher.remove_replica(name)
     world.ask("", 0, 50, 50)
     world.look()
     large = world.ask("", 1, 100, 90)
@@ -206,7 +184,7 @@ def test_a_large_request_is_not_passed_for_ever_by_small_ones() -> None:
 def test_kv_between_two_calls_is_kept_free_until_that_has_cost_as_much_as_computing_it_again() -> None:
     world = World()
     for name in NAMES[1:]:
-        del world.states[name]
+        world.dispatcher.remove_replica(name)
     world.ask("", 0, 90, 10)
     world.look()
     other = world.ask("", 1, 40, 40)
@@ -229,7 +207,7 @@ def test_kv_between_two_calls_is_kept_free_until_that_has_cost_as_much_as_comput
 def test_a_conversation_that_comes_back_finds_its_kv_and_goes_before_new_ones() -> None:
     world = World()
     for name in NAMES[1:]:
-        del world.states[name]
+        world.dispatcher.remove_replica(name)
     world.ask("", 0, 90, 10)
     world.look()
     world.ask("", 1, 90, 10)

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from steelyard.allocation.moving_cost import MovingRates
@@ -138,9 +138,17 @@ failures = st.lists(
     ),
     max_size=4,
 )
+STILL = ToolOutage(begins_s=0.0, lasts_s=1.75)
+DYING = (
+    DeviceFailure(at_s=1.0, role=Role.ROLLOUT, num_devices=2, returns_after_s=1.0),
+    DeviceFailure(at_s=2.0, role=Role.TRAIN, num_devices=2, returns_after_s=0.0),
+    DeviceFailure(at_s=0.015625, role=Role.ROLLOUT, num_devices=3, returns_after_s=0.0),
+)
 rates = st.none() | st.builds(FailureRate, mean_between_s=st.floats(8.0, 60.0), returns_after_s=st.floats(0.1, 1.0))
 
 
+# A draining replica was the only one with a version, and nobody looked again once others had it.
+@example(800, 0, 1, [STILL], list(DYING), None)
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 1000), st.integers(0, 2), st.sampled_from([1, 2]), outages, failures, rates)
 def test_whatever_dies_every_group_ends_and_no_device_is_lost(
