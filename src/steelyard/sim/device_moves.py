@@ -16,8 +16,8 @@ from steelyard.errors import RunError
 from steelyard.sim.faults import DeviceFailure, FailureRate, Faults
 from steelyard.sim.kernel import Kernel
 
-_MAX_FAILURES = 1000
-"""Devices that may die between two optimizer steps: more, and the run would never end."""
+_MAX_FAILURES_A_DEVICE = 10
+"""How often devices may die between two optimizer steps, on average: more often, and the run would never end."""
 
 
 class Stage(Protocol):
@@ -142,7 +142,7 @@ class DeviceMoves:
         self._num_dead += number
         self._free += num_gone - number
         self._num_failures += number
-        if self._num_failures > _MAX_FAILURES:
+        if self._num_failures > _MAX_FAILURES_A_DEVICE * self._num_devices:
             raise RunError(
                 f"devices must fail less often than the work can be done, but {self._num_failures} died since the "
                 f"last optimizer step"

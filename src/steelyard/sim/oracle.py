@@ -62,15 +62,15 @@ class Oracle(Record, frozen=True, kw_only=True):
 
 
 class _Recorder:
-    """Writes down what another policy asks for."""
+    """Writes down what another policy asks for, by steps: after some nobody is asked."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self.asked: list[Split] = []
+        self.asked = dict[int, Split]()
 
     def decide(self, snapshot: Snapshot) -> Plan:
         plan = self._policy.decide(snapshot)
-        self.asked.append(plan.split)
+        self.asked[snapshot.step] = plan.split
         return plan
 
 
@@ -96,7 +96,7 @@ class Player:
         recorder = _Recorder(policy)
         simulation = Simulation(self._setup, start, self._limits, recorder, name, self._seed, bound=self._bound)
         result = simulation.run()
-        schedule = tuple(recorder.asked[: self._setup.num_steps - 1])
+        schedule = tuple(recorder.asked.get(step, start) for step in range(1, self._setup.num_steps))
         play = Play(start=start, schedule=schedule, result=result)
         return self._played.setdefault((start, schedule), play)
 

@@ -90,6 +90,7 @@ class Scenario(Record, frozen=True, kw_only=True):
     outages: tuple[ToolOutage, ...] = ()
     failures: tuple[DeviceFailure, ...] = ()
     failure_rate: FailureRate | None = None
+    checkpoint_every: int = 10
     seed: int = 0
 
 
@@ -143,6 +144,7 @@ def make_setup(scenario: Scenario, read_traces: Callable[[TracesPart], Workload]
         max_running=scenario.max_running,
         max_tokens=scenario.max_tokens,
         recompute_kv=scenario.recompute_kv,
+        checkpoint_every=scenario.checkpoint_every,
         faults=Faults(outages=scenario.outages, failures=scenario.failures, failure_rate=scenario.failure_rate),
     )
 

@@ -48,6 +48,7 @@ class SimSetup(Record, frozen=True, kw_only=True):
         recompute_kv: KV is computed again when weights change under running sequences; else it is kept.
         engine: what the engine of a replica allows itself beside that.
         faults: what goes wrong.
+        checkpoint_every: steps between two checkpoints of the trainer, from which it starts again.
     """
 
     name: str
@@ -68,6 +69,7 @@ class SimSetup(Record, frozen=True, kw_only=True):
     recompute_kv: bool = True
     engine: EngineLimits = EngineLimits()
     faults: Faults = Faults()
+    checkpoint_every: int = 10
 
     def __post_init__(self) -> None:
         least = 3 if self.reward.model is not None else 2
@@ -78,6 +80,7 @@ class SimSetup(Record, frozen=True, kw_only=True):
             ("max_policy_lag", 0),
             ("max_running", 1),
             ("max_tokens", 1),
+            ("checkpoint_every", 1),
             ("element_bytes", 1),
         ):
             if getattr(self, field) < low:

@@ -2,8 +2,8 @@
 
 Consumes batches; waits for groups that are due; unblocked by their completion; produces versions.
 
-A device that dies ends the step under way: the rest starts again from the last checkpoint, which every step leaves,
-and computes the same batch.
+A device that dies ends the step under way: the rest starts again from the last checkpoint, computes the steps since
+then from their batches, which takes as long as it took, and then the same batch.
 """
 
 from collections.abc import Callable
@@ -67,7 +67,7 @@ class TrainStage:
         self._write_s, self._restart_s = moving.write_s(), moving.restart_s()
         self._layouts = TrainLayouts(setup)
         self._is_look_planned = False
-        self._wanted_at_s = self._restarted_at_s = 0.0
+        self._wanted_at_s = self._restarted_at_s = self._unsaved_s = 0.0
         self._num_devices = self._num_leaving = 0
         self._on_gone: Callable[[int], None] | None = None
         self._consumed: tuple[BatchPlan, TrainBatch] | None = None
@@ -100,7 +100,7 @@ class TrainStage:
         num_of_leaving = max(0, self._num_leaving - self._num_devices)
         self._num_leaving -= num_of_leaving
         self.num_restarts += 1
-        self._restarted_at_s = self._kernel.now_s() + self._restart_s
+        self._restarted_at_s = self._kernel.now_s() + self._restart_s + self._unsaved_s
         if self._end is not None:
             self._end.cancel()
             self._end = None
@@ -145,6 +145,8 @@ class TrainStage:
         def end() -> None:
             self._end = self._consumed = None
             self.busy_device_s += step_s * num_devices
+            is_saved = (plan.step + 1) % self._setup.checkpoint_every == 0
+            self._unsaved_s = 0.0 if is_saved else self._unsaved_s + step_s
             record = StepRecord(
                 step=plan.step,
                 wanted_at_s=self._wanted_at_s,

@@ -195,6 +195,9 @@ def test_a_trainer_that_loses_a_device_trains_the_same_batch_again_with_the_rest
     again = result.steps[1]
     assert (again.num_tokens, again.num_devices) == (step.num_tokens, 3)
     assert again.ended_at_s > step.ended_at_s
+    _, saved = run(setup(faults=Faults(failures=(death,)), checkpoint_every=1), FixedPolicy())
+    replayed_s = whole.steps[0].ended_at_s - whole.steps[0].began_at_s
+    assert again.ended_at_s - saved.steps[1].ended_at_s == pytest.approx(replayed_s)
 
 
 def test_a_role_below_its_minimum_is_filled_up_from_another_one() -> None:
@@ -212,7 +215,7 @@ def test_too_few_live_devices_end_the_run_with_their_number() -> None:
     with pytest.raises(RunError, match=r"minimums \(2 rollout, 2 train, .* but 5 of 8 devices are dead and none"):
         run(setup(faults=Faults(failures=deaths)), FixedPolicy())
     rate = FailureRate(mean_between_s=1e-4, returns_after_s=1e-4)
-    with pytest.raises(RunError, match="devices must fail less often than the work can be done, but 1001 died"):
+    with pytest.raises(RunError, match="devices must fail less often than the work can be done, but 81 died"):
         run(setup(faults=Faults(failure_rate=rate)), FixedPolicy())
 
 
