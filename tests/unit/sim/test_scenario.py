@@ -35,6 +35,11 @@ def test_every_shipped_scenario_can_be_simulated(path: Path) -> None:
         ({"synthetic": None}, "exactly one of synthetic and traces must be given"),
         ({"devices": {"kind": "A800"}}, r"missing required field `total` - at `\$.devices`"),
         ({"corrections": {"memory": 0.5}}, "corrections.memory must be >= 1"),
+        ({"failures": [{"at_s": 1, "role": "judge"}]}, r"Invalid enum value 'judge' - at `\$.failures"),
+        ({"failures": [{"at_s": -1, "role": "train"}]}, r"failures.at_s must be finite and >= 0, got -1.0"),
+        ({"outages": [{"begins_s": 1, "lasts_s": 0}]}, r"outages.lasts_s must be finite and > 0, got 0.0"),
+        ({"failure_rate": {"mean_between_s": float("nan")}}, "failure_rate.mean_between_s must be finite and > 0"),
+        ({"rates": {"start_s": float("inf")}}, "rates.start_s must be finite and >= 0, got inf"),
     ],
 )
 def test_a_bad_file_is_refused_by_key(changes: dict[str, Any], message: str) -> None:
@@ -48,6 +53,11 @@ def test_a_bad_file_is_refused_by_key(changes: dict[str, Any], message: str) -> 
         ({"devices": {"kind": "A900", "total": 48}}, "device kind must be one of A100, A800, .* got 'A900'"),
         ({"model": "gpt"}, "model must be one of llama-3.1-8b, .* got 'gpt'"),
         ({"steps": 0}, "num_steps must be >= 1, got 0"),
+        ({"checkpoint_every": 0}, "checkpoint_every must be >= 1, got 0"),
+        (
+            {"outages": [{"begins_s": 1, "lasts_s": 5}, {"begins_s": 2, "lasts_s": 1}]},
+            r"outages\[1\].begins_s must be >= 6.0, the end of the one before, got 2.0",
+        ),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_with_what_would_fit(changes: dict[str, Any], message: str) -> None:
