@@ -6,15 +6,19 @@ they are what the clock shows.
     kernel      planned, cancelled and done timers alone: 1,000 chains; every tenth event also plans one and cancels it
     whole       `swe48`, the scenario with most events: coordinator, router, replicas, trainer and bound; kernel events
     hundred     `swe48` with 100 steps of 512 trajectories on its 48 devices
+    router      one call of the dispatcher alone (queued, placed, answered), for few and many replicas and waiting calls
     scale10k    10,000 devices, 3 steps, with the peak of its memory
     tables      every other scenario of examples/scenarios, the slowest of them
 
     python benchmarks/simulator.py            all of it
     python benchmarks/simulator.py --check    the same; exit code 1 beside a floor of floors.toml that is missed
     python benchmarks/simulator.py --quick    fewer events, a tenth of scale1k for scale10k, 2 steps for hundred
+
+Where a run is not the simulator's (`router`) an event is a call.
 """
 
 import argparse
+import math
 import random
 import resource
 import statistics
@@ -29,15 +33,23 @@ import msgspec
 import yaml
 
 from steelyard.cli.simulate import read_workload
+from steelyard.inference.dispatcher import Dispatcher, Placed, Ticket
+from steelyard.inference.projection import Pace
+from steelyard.inference.replica_state import ReplicaState
 from steelyard.sim.kernel import Kernel
 from steelyard.sim.scenario import Scenario, make_limits, make_policy, make_setup, read_scenario
 from steelyard.sim.simulation import Simulation
+from steelyard.testing.versions import request_for
+from steelyard.types import FinishReason, GenerateResult
 from steelyard.types.record import Record
 
 FLOORS = Path(__file__).parent / "floors.toml"
 SCENARIOS = Path(__file__).parent.parent / "examples" / "scenarios"
 LARGE = ("scale1k", "scale10k")
 NUM_CHAINS = 1000
+NUM_CALLS, REPLICA_TOKENS = 4000, 100_000
+ROUTERS = ((8, 0), (64, 0), (512, 0), (4096, 0), (24, 10_000))
+"""Replicas, and calls that wait for room."""
 SIDE_DEADLINE_S = 3600.0
 
 
@@ -75,6 +87,47 @@ def run_kernel(num_events: int) -> int:
     return kernel.num_events
 
 
+def run_router(num_replicas: int, num_waiting: int) -> int:
+    """Conversations over full replicas, or over some that have room; returns the calls that were answered.
+
+    What fills them is counted too, as it is a call like any other.
+    """
+    rng, fleet, now_s = random.Random(0), Pace(), 0.0
+    dispatcher = Dispatcher(fleet, projection_quantile=0.9, recovery_wait_s=math.inf)
+    for number in range(num_replicas):
+        state = ReplicaState(f"r{number:05d}", fleet, lambda: None)
+        state.capacity_tokens, state.versions = REPLICA_TOKENS, {0}
+        dispatcher.add_replica(state)
+    placed = list[Placed]()
+
+    def ask(attempt: str, number: int) -> None:
+        request = request_for(f"req{number}", range(rng.randrange(2000, 6000)), key=attempt, max_tokens=1000)
+        dispatcher.submit(Ticket(request, "", now_s))
+
+    num_full = num_replicas * (22 if num_waiting else 16)
+    for number in range(num_full + num_waiting):
+        ask(f"att{number}", number)
+    num_asked = num_full + num_waiting
+    while num_asked < num_full + num_waiting + NUM_CALLS:
+        placed += [one for one in dispatcher.dispatch(now_s) if isinstance(one, Placed)]
+        now_s += 0.05
+        one = placed.pop(rng.randrange(len(placed)))
+        num_tokens = rng.randrange(50, 900)
+        answer = GenerateResult(
+            request_id=one.ticket.request.request_id, token_ids=(0,) * num_tokens, logprobs=(), kept_logmass=(),
+            version_spans=(), finish_reason=FinishReason.STOP, replica_id=one.replica_id, load_id="", prefill_s=0.5,
+            decode_s=0.02 * num_tokens,
+        )  # fmt: skip
+        dispatcher.finish(one.ticket, one.replica_id, answer, now_s)
+        attempt = one.ticket.request.attempt_id
+        if rng.random() < 0.15:
+            dispatcher.homes.release(attempt)
+            attempt = f"att{num_asked}"
+        ask(attempt, num_asked)
+        num_asked += 1
+    return num_asked
+
+
 def load(name: str) -> tuple[Scenario, Path]:
     """A scenario of the examples, and where its traces lie."""
     path = SCENARIOS / f"{name}.yaml"
@@ -106,6 +159,8 @@ def sides(is_quick: bool) -> dict[str, Callable[[], int]]:
         "hundred": lambda: in_steps("swe48", hundred_steps, 64),
         "scale10k": lambda: in_steps("scale1k", 1, 64) if is_quick else run_scenario(*load("scale10k")),
     }
+    for replicas, waiting in ROUTERS:
+        found[f"router.{replicas}.{waiting}"] = lambda args=(replicas, waiting): run_router(*args)  # type: ignore[misc]
     for path in sorted(SCENARIOS.glob("*.yaml")):
         if path.stem not in LARGE:
             found[f"tables.{path.stem}"] = lambda name=path.stem: run_scenario(*load(name))  # type: ignore[misc]
@@ -140,6 +195,9 @@ def figures(is_quick: bool) -> dict[str, float]:
     num_rounds = 1 if is_quick else 3
     kernel = statistics.median(measure("kernel", is_quick).events_per_s for _ in range(num_rounds))
     whole = statistics.median(measure("whole", is_quick).events_per_s for _ in range(num_rounds))
+    for side in sides(is_quick):
+        if side.startswith("router."):
+            measure(side, is_quick)
     hundred, large = measure("hundred", is_quick), measure("scale10k", is_quick)
     tables = [measure(side, is_quick) for side in sides(is_quick) if side.startswith("tables.")]
     return {

@@ -14,7 +14,7 @@ for its home is looked at again when its home has changed; of those that wait fo
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from steelyard.inference.fair_queue import FairQueue, Waiting
@@ -187,8 +187,7 @@ class Dispatcher:
         able = [alike for alike in self._index.able(ticket.request, ticket.tried) if not alike.is_draining]
         out = {first_id, *ticket.tried}
         near = self._index.first_of(able, self._num_looked_at, out.__contains__)
-        candidates = [one for state in near if (one := self._candidate(ticket, state, now_s)).has_room]
-        candidate = choose(ticket.need, None, candidates)
+        candidate = choose(ticket.need, None, self._roomy(ticket, near, now_s))
         if candidate is None:
             return None
         self._reserve(ticket, candidate, now_s)
@@ -298,7 +297,7 @@ class Dispatcher:
         candidates: list[Candidate] = []
         if home_id is not None:
             is_closed = self._index.kind(home_id) in full or self._is_awaited(home_id, entry)
-            at_home = self._candidate(ticket, self.replicas[home_id], now_s, is_closed=is_closed)
+            at_home = self._home_candidate(ticket, self.replicas[home_id], now_s, is_closed=is_closed)
             if at_home.has_room and self._is_best(ticket, at_home):
                 return at_home
             candidates.append(at_home)
@@ -307,7 +306,7 @@ class Dispatcher:
             self._num_looked_at,
             lambda one: one == home_id or one in ticket.tried or self._is_awaited(one, entry),
         )
-        roomy = [one for state in others if (one := self._candidate(ticket, state, now_s)).has_room]
+        roomy = self._roomy(ticket, others, now_s)
         chosen = choose(ticket.need, home_id, [*candidates, *roomy])
         if chosen is not None:
             return chosen
@@ -342,26 +341,47 @@ class Dispatcher:
             ticket, f"request {ticket.request.request_id}: a live replica must hold {version}, but {known}"
         )
 
-    def _candidate(self, ticket: Ticket, state: ReplicaState, now_s: float, *, is_closed: bool = False) -> Candidate:
-        need, own = ticket.need, self.homes.own(ticket.request, state.replica_id)
-        kept = self._protected_tokens(need, state, own, now_s)
-        roomy = not is_closed and has_room(
-            need,
-            capacity_tokens=state.capacity_tokens,
-            projected_tokens=state.projected_tokens,
-            kept_tokens=kept,
-            num_open=state.num_open,
-        )
+    def _home_candidate(self, ticket: Ticket, state: ReplicaState, now_s: float, *, is_closed: bool) -> Candidate:
+        """The home of the conversation, whether it has room or not."""
+        own = self.homes.own(ticket.request, state.replica_id)
+        roomy = not is_closed and self._has_room(ticket.need, state, own, now_s)
+        room_in_s = 0.0
+        if not roomy:
+            kept = self._protected_tokens(ticket.need, state, own, now_s)
+            room_in_s = state.room_in_s(ticket.need.kv_tokens, kept, now_s)
         num_lacking = len(ticket.request.prompt_token_ids) - (0 if own is None else own.kept_tokens)
-        prefill_s, token_s = state.pace.estimate(max(0, num_lacking), state.num_open + 1, now_s)
+        return self._candidate(state, max(0, num_lacking), now_s, has_room=roomy, room_in_s=room_in_s)
+
+    def _roomy(self, ticket: Ticket, states: Iterable[ReplicaState], now_s: float) -> list[Candidate]:
+        """Those of some replicas, none of them the home, that have room."""
+        num_tokens = len(ticket.request.prompt_token_ids)
+        return [
+            self._candidate(state, num_tokens, now_s)
+            for state in states
+            if self._has_room(ticket.need, state, None, now_s)
+        ]
+
+    def _candidate(
+        self, state: ReplicaState, num_lacking: int, now_s: float, *, has_room: bool = True, room_in_s: float = 0.0
+    ) -> Candidate:
+        prefill_s, token_s = state.pace.estimate(num_lacking, state.num_open + 1, now_s)
         return Candidate(
             replica_id=state.replica_id,
             weight=state.weight,
-            has_room=roomy,
+            has_room=has_room,
             projected_tokens=state.projected_tokens,
             prefill_s=prefill_s,
             token_s=token_s,
-            room_in_s=0.0 if roomy else state.room_in_s(need.kv_tokens, kept, now_s),
+            room_in_s=room_in_s,
+        )
+
+    def _has_room(self, need: Need, state: ReplicaState, own: Home | None, now_s: float) -> bool:
+        return has_room(
+            need,
+            capacity_tokens=state.capacity_tokens,
+            projected_tokens=state.projected_tokens,
+            kept_tokens=self._protected_tokens(need, state, own, now_s),
+            num_open=state.num_open,
         )
 
     def _protected_tokens(self, need: Need, state: ReplicaState, own: Home | None, now_s: float) -> int:

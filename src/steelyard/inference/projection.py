@@ -147,10 +147,11 @@ class Pace:
         return max(_MIN_TOKEN_S, at_zero + slope * num_open)
 
     def _add(self, x: float, y: float, *, weight: float, decay: float) -> None:
-        new = (1.0, x, y, x * x, x * y)
-        sums = [old * decay + weight * one for old, one in zip(self._sums, new, strict=True)]
-        self._sums = (sums[0], sums[1], sums[2], sums[3], sums[4])
-        total, sx, sy, sxx, sxy = sums
+        total, sx, sy, sxx, sxy = self._sums
+        total = total * decay + weight
+        sx, sy = sx * decay + weight * x, sy * decay + weight * y
+        sxx, sxy = sxx * decay + weight * (x * x), sxy * decay + weight * (x * y)
+        self._sums = (total, sx, sy, sxx, sxy)
         spread = total * sxx - sx * sx
         slope = max(0.0, (total * sxy - sx * sy) / spread) if spread > _EPSILON * total * total else 0.0
         self._line = ((sy - slope * sx) / total, slope)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
+import msgspec
 from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -231,3 +232,36 @@ def test_a_move_is_told_from_a_conversation_whose_home_died() -> None:
     world.ask("", 0, 30, 20)
     (decision,) = world.dispatcher.dispatch(world.now_s)
     assert isinstance(decision, Placed) and decision.replica_id != home and decision.moved_from is None
+
+
+def test_who_waits_for_its_home_closes_it_to_those_behind_and_nothing_else_and_is_served_once_it_has_changed() -> None:
+    world = World()
+    states = {name: world.states[name] for name in NAMES[:2]}
+    world.dispatcher.remove_replica(NAMES[2])
+    for state in states.values():
+        state.now_fits(10_000)
+    # Both are well known to be fast at sampling and slow at prompts: 10 ms a prompt token, 1 ms a sampled one.
+    for state in states.values():
+        for _ in range(200):
+            request = request_for("known", range(100))
+            known = answer(request, state.replica_id, 100, FinishReason.STOP)
+            known = msgspec.structs.replace(known, prefill_s=1.0, decode_s=0.1)
+            state.pace.note(known, 100, 1.0, world.now_s)
+    talk = world.ask("", 0, 6000, 10)
+    world.look()
+    home = world.placed[talk.request.request_id][1]
+    other = next(name for name in states if name != home)
+    world.end(talk.request.request_id, 10, FinishReason.STOP)
+    states[home].reserve("blocker", 9000, world.now_s + 1.0)
+    world.now_s += 500.0
+    again = world.ask("", 0, 6020, 10)
+    world.look()
+    assert again.request.request_id in world.waiting, "a minute of prompts elsewhere is worse than a second here"
+    states[home].free("blocker")
+    states[home].reserve("smaller blocker", 5000, world.now_s + 1.0)
+    fresh = world.ask("", 1, 3000, 10)
+    world.look()
+    assert world.placed[fresh.request.request_id][1] == other, "its home is closed to those behind it, others are not"
+    states[home].free("smaller blocker")
+    world.look()
+    assert world.placed[again.request.request_id][1] == home
