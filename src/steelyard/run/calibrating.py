@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import xxhash
 
 from steelyard.allocation.architecture import Architecture, read_architecture
@@ -52,7 +53,7 @@ _TRIAL_BYTES = 64 << 20
 _START_CALL_S = 2e-3
 _LEAST_BUSY_S = 0.25
 """Shorter bursts say little of the share of cores: CPU time is counted in hundredths of a second."""
-_NUM_STEPS = 6
+_STEP_ROUNDS = 2
 OnProgress = Callable[[str], None]
 
 
@@ -80,40 +81,61 @@ async def calibrate(
     """
     model = architecture_of(model_dir)
     async with opened_replica(config, model_dir, directory, sockets) as one:
-        measuring = _Measuring(one, model, num_rounds, on_progress)
-        training = await measuring.training(sockets)
-        serving = await measuring.serving()
-        limits = await limits_of(one)
+        training = await _measure_training(one, model, sockets, on_progress)
+        serving = await calibrate_serving(one, model, num_rounds, on_progress)
         started_s = time.perf_counter()
     stopped_s = time.perf_counter() - started_s
-    prediction = Prediction(
+    prediction = prediction_for(config, model, serving.limits)
+    before = Fit(corrections=serving.corrections, device=serving.device, call_s=0.0)
+    found = fit(training, TRAINING_FACTORS, before, prediction)
+    rates, moving_errors = _moving(one, model, found, _rates(directory.path, one.start_s, stopped_s))
+    return msgspec.structs.replace(
+        serving,
+        device=found.device,
+        corrections=found.corrections,
+        rates=rates,
+        errors=(*serving.errors, *errors_of(training, found, prediction), *moving_errors),
+        points=(*serving.points, *training),
+    )
+
+
+async def calibrate_serving(
+    one: OneReplica, model: Architecture, num_rounds: int, on_progress: OnProgress
+) -> Calibration:
+    """What can be said of the replica alone; the rest is as it is guessed before any measurement.
+
+    Raises:
+        RunError: the replica died, or a call did not do what it was asked for.
+    """
+    limits = await limits_of(one)
+    measuring = _Bursts(one, model, num_rounds, on_progress)
+    points = await measuring.points(limits.kv_tokens or 0)
+    prediction = prediction_for(one.config, model, limits)
+    start = Fit(corrections=Corrections(), device=device_kind("CPU"), call_s=_START_CALL_S)
+    found = fit_serving(points, start, prediction)
+    return Calibration(
+        engine=one.config.inference.engine,
+        model=model,
+        device=found.device,
+        element_bytes=_FLOAT_BYTES,
+        max_running=one.config.inference.max_running,
+        corrections=found.corrections,
+        rates=MovingRates(),
+        limits=msgspec.structs.replace(limits, call_s=found.call_s),
+        busy_cores=measuring.busy_cores,
+        errors=errors_of(points, found, prediction),
+        points=points,
+    )
+
+
+def prediction_for(config: Config, model: Architecture, limits: EngineLimits) -> Prediction:
+    """What the simulator says of a run with this configuration."""
+    return Prediction(
         model=model,
         element_bytes=_FLOAT_BYTES,
         max_running=config.inference.max_running,
         limits=limits,
         micro_batch_tokens=config.train.micro_batch_tokens,
-    )
-    start = Fit(corrections=Corrections(), device=device_kind("CPU"), call_s=_START_CALL_S)
-    found = fit(training, TRAINING_FACTORS, fit_serving(serving, start, prediction), prediction)
-    rates, moving_errors = _moving(one, model, found, _rates(directory.path, one.start_s, stopped_s))
-    points = (*serving, *training)
-    return Calibration(
-        engine=config.inference.engine,
-        model=model,
-        device=found.device,
-        element_bytes=_FLOAT_BYTES,
-        max_running=config.inference.max_running,
-        corrections=found.corrections,
-        rates=rates,
-        limits=EngineLimits(
-            chunk_tokens=limits.chunk_tokens,
-            kv_tokens=limits.kv_tokens,
-            block_tokens=limits.block_tokens,
-            call_s=found.call_s,
-        ),
-        busy_cores=measuring.busy_cores,
-        errors=(*errors_of(points, found, prediction), *moving_errors),
-        points=points,
     )
 
 
@@ -183,15 +205,31 @@ def planned_steps(max_context: int, micro_batch_tokens: int) -> list[_Planned]:
             TrainStep(num_rows=max(1, round(micro_batch_tokens * size / length)), row_tokens=length),
             place % 2 == 1,
         )
-        for place, (length, size) in enumerate(sizes[:_NUM_STEPS])
+        for place, (length, size) in enumerate(sizes)
     ]
 
 
-class _Measuring:
+async def _measure_training(
+    one: OneReplica, model: Architecture, folder: Path, on_progress: OnProgress
+) -> tuple[Point, ...]:
+    """Every step twice; the first of all warms up and is not counted."""
+    config = one.config
+    planned = planned_steps(config.model.max_context_tokens, config.train.micro_batch_tokens)
+    await train_and_publish(one, _step(planned[0]), model.vocab_size, folder)
+    one.write_s.clear()
+    one.load_s.clear()
+    taken: list[list[float]] = [[] for _ in planned]
+    for number in range(_STEP_ROUNDS):
+        for step, times in zip(planned, taken, strict=True):
+            times.append(await train_and_publish(one, _step(step), model.vocab_size, folder))
+        on_progress(f"training, round {number + 1} of {_STEP_ROUNDS}")
+    return _points(planned, taken)
+
+
+class _Bursts:
     def __init__(self, one: OneReplica, model: Architecture, num_rounds: int, on_progress: OnProgress) -> None:
         self._one = one
         self._calls = Calls(one, model.vocab_size, seed=0)
-        self._vocab_size = model.vocab_size
         self._num_rounds = num_rounds
         self._on_progress = on_progress
         self._busy: list[float] = []
@@ -201,25 +239,10 @@ class _Measuring:
         """Cores that the replica kept busy: of its bursts, the one that was disturbed least."""
         return max(self._busy, default=0.0)
 
-    async def training(self, folder: Path) -> tuple[Point, ...]:
-        """Every step twice; the first of all is not counted."""
-        config = self._one.config
-        planned = planned_steps(config.model.max_context_tokens, config.train.micro_batch_tokens)
-        await train_and_publish(self._one, _step(planned[0]), self._vocab_size, folder)
-        self._one.write_s.clear()
-        self._one.load_s.clear()
-        taken: list[list[float]] = [[] for _ in planned]
-        for _ in range(2):
-            for one, times in zip(planned, taken, strict=True):
-                times.append(await train_and_publish(self._one, _step(one), self._vocab_size, folder))
-                self._on_progress(f"training, {_step(one).num_rows} rows: {times[-1]:.2f} s")
-        return _points(planned, taken)
-
-    async def serving(self) -> tuple[Point, ...]:
+    async def points(self, kv_tokens: int) -> tuple[Point, ...]:
         """Every burst once a round, after one round that warms up."""
-        limits = await limits_of(self._one)
         config = self._one.config
-        planned = planned_bursts(config.model.max_context_tokens, config.inference.max_running, limits.kv_tokens or 0)
+        planned = planned_bursts(config.model.max_context_tokens, config.inference.max_running, kv_tokens)
         taken: list[list[float]] = [[] for _ in planned]
         for number in range(self._num_rounds + 1):
             for one, times in zip(planned, taken, strict=True):
@@ -298,13 +321,5 @@ def _moving(
         error_of(WRITE, [abs((bare.write_s() + write_over_s) / took_s - 1.0) for took_s in one.write_s[1::2]]),
         error_of(LOAD, [abs((load_s + load_over_s) / took_s - 1.0) for took_s in one.load_s[1::2]]),
     )
-    found_rates = MovingRates(
-        storage_bytes_per_s=rates.storage_bytes_per_s,
-        digest_bytes_per_s=rates.digest_bytes_per_s,
-        swap_bytes_per_s=rates.swap_bytes_per_s,
-        start_s=rates.start_s,
-        release_s=rates.release_s,
-        write_overhead_s=write_over_s,
-        load_overhead_s=load_over_s,
-    )
+    found_rates = msgspec.structs.replace(rates, write_overhead_s=write_over_s, load_overhead_s=load_over_s)
     return found_rates, errors
