@@ -48,7 +48,7 @@ _LARGEST_MOVE = 1.5
 _SETTLED = 1e-6
 
 
-class Burst(Record, frozen=True, kw_only=True):
+class Burst(Record, frozen=True, kw_only=True, tag="burst"):
     """So many equal calls that come at once to an idle replica; it lasts until the last of them has its last token."""
 
     num_calls: int
@@ -56,7 +56,7 @@ class Burst(Record, frozen=True, kw_only=True):
     new_tokens: int
 
 
-class TrainStep(Record, frozen=True, kw_only=True):
+class TrainStep(Record, frozen=True, kw_only=True, tag="train_step"):
     """An optimizer step over rows of one length."""
 
     num_rows: int
