@@ -139,6 +139,8 @@ VLLM_CASES = (
     ),
 )  # fmt: skip
 
+WARM_UP = Case(name="warm up", num=16, answer=always(16))
+
 QUICK_CASES = (
     Case(name="16 at once", num=16, answer=always(64)),
     Case(name="48, a long tail, 32 at a time", num=48, answer=log_uniform(8, 96)),
@@ -178,13 +180,12 @@ class Real:
     share: float
 
 
-async def run_once(one: OneReplica, trajectories: tuple[TrajectoryWork, ...], cores: float) -> Real:
+async def run_once(one: OneReplica, calls: Calls, trajectories: tuple[TrajectoryWork, ...], cores: float) -> Real:
     """All agents at once."""
-    calls = Calls(one, architecture_of(one.directory.version(one.version)).vocab_size, seed=1)
     open_calls = OpenCalls()
-    # Drawn beforehand: an agent of ours must not take time that a real one does not.
+    # Drawn beforehand, and anew for every run: nothing of an earlier one may be in a prefix cache.
     texts = [[calls.tokens(turn.new_prompt_tokens) for turn in work.turns] for work in trajectories]
-    names = [f"{time.monotonic_ns()}.{index}" for index in range(len(trajectories))]
+    names = [calls.new_attempt() for _ in trajectories]
 
     async def agent(name: str, work: TrajectoryWork, prompts: list[tuple[int, ...]]) -> None:
         context: tuple[int, ...] = ()
@@ -204,11 +205,13 @@ async def run_once(one: OneReplica, trajectories: tuple[TrajectoryWork, ...], co
     return Real(took_s, cpu_s / (open_calls.open_s * cores))
 
 
-async def run_for_real(one: OneReplica, trajectories: tuple[TrajectoryWork, ...], cores: float) -> tuple[Real, int]:
+async def run_for_real(
+    one: OneReplica, calls: Calls, trajectories: tuple[TrajectoryWork, ...], cores: float
+) -> tuple[Real, int]:
     """The run that counts, and how many there were."""
-    runs = [await run_once(one, trajectories, cores)]
+    runs = [await run_once(one, calls, trajectories, cores)]
     while runs[-1].share < LEAST_SHARE and len(runs) <= MAX_REPEATS:
-        runs.append(await run_once(one, trajectories, cores))
+        runs.append(await run_once(one, calls, trajectories, cores))
     return max(runs, key=lambda run: run.share), len(runs)
 
 
@@ -273,24 +276,25 @@ class Found:
 async def validate(config: Config, model_dir: Path, cases: tuple[Case, ...], num_rounds: int) -> Found:
     """Calibrate on one replica, then run everything on another."""
     model = architecture_of(model_dir)
-    with scratch_folder() as sockets, tempfile.TemporaryDirectory() as folder:
+    with scratch_folder() as first, scratch_folder() as second, tempfile.TemporaryDirectory() as folder:
         directories = [RunDirectory(Path(folder) / name) for name in ("calibration", "runs")]
         for directory in directories:
             directory.path.mkdir()
             directory.make_folders()
-        async with opened_replica(config, model_dir, directories[0], sockets) as one:
+        async with opened_replica(config, model_dir, directories[0], first) as one:
             calibration = await calibrate_serving(one, model, num_rounds, lambda _: None)
         print_calibration(calibration)
-        async with opened_replica(config, model_dir, directories[1], sockets) as one:
-            await run_once(one, QUICK_CASES[0].trajectories(config.model.max_context_tokens), 1.0)
-            rows = [await compare(one, calibration, case) for case in cases]
+        async with opened_replica(config, model_dir, directories[1], second) as one:
+            calls = Calls(one, model.vocab_size, seed=1)
+            await run_once(one, calls, WARM_UP.trajectories(config.model.max_context_tokens), 1.0)
+            rows = [await compare(one, calls, calibration, case) for case in cases]
     return Found(config.inference.engine, calibration, tuple(rows))
 
 
-async def compare(one: OneReplica, calibration: Calibration, case: Case) -> Row:
+async def compare(one: OneReplica, calls: Calls, calibration: Calibration, case: Case) -> Row:
     """One workload, for real and in the simulator."""
     trajectories = case.trajectories(one.config.model.max_context_tokens)
-    real, num_runs = await run_for_real(one, trajectories, max(1.0, calibration.busy_cores))
+    real, num_runs = await run_for_real(one, calls, trajectories, max(1.0, calibration.busy_cores))
     num_turns = sum(len(work.turns) for work in trajectories)
     row = Row(case.name, num_turns, real, predict(calibration, trajectories), num_runs)
     print(f"  {table_line(row)}", flush=True)
@@ -299,10 +303,8 @@ async def compare(one: OneReplica, calibration: Calibration, case: Case) -> Row:
 
 def print_calibration(calibration: Calibration) -> None:
     """Its own error, before it is used."""
-    errors = ", ".join(f"{one.term} {one.median_frac:.1%} ({one.worst_frac:.1%})" for one in calibration.errors)
-    print(
-        f"{calibration.engine}: {calibration.busy_cores:.2f} cores busy; error on held-out points, median (worst): {errors}"
-    )
+    errors = ", ".join(f"{one.term} {one.median_frac:.1%} (worst {one.worst_frac:.1%})" for one in calibration.errors)
+    print(f"{calibration.engine}: {calibration.busy_cores:.2f} cores busy; error on held-out points: {errors}")
 
 
 def table_line(row: Row) -> str:

@@ -29,11 +29,12 @@ from steelyard.types.record import Record
 
 FORMAT = 1
 SERVING_FACTORS = ("prefill_compute", "decode_compute", "memory", "launch")
-TRAINING_FACTORS = ("train_compute",)
+TRAINING_FACTORS = ("train_compute", "train_launch")
 OVERLAPS = (0.0, 1.0)
 """Of compute and memory traffic; which it is, the fit decides: either all hides or nothing does."""
 _COMPUTE = ("prefill_compute", "decode_compute", "train_compute")
-_SCALED = (*_COMPUTE, "memory", "launch")
+_LAUNCHES = ("launch", "train_launch")
+_SCALED = (*_COMPUTE, *_LAUNCHES, "memory")
 
 _HEADROOM = 1e4
 """A fit starts from a device so much better than its data sheet that no correction meets its lower bound."""
@@ -45,7 +46,7 @@ _HUBER = 0.05
 _NUM_ITERATIONS = 40
 _DERIVATIVE_STEP = 1e-3
 _LARGEST_MOVE = 1.5
-_SETTLED = 1e-6
+_SETTLED = 1e-4
 
 
 class Burst(Record, frozen=True, kw_only=True, tag="burst"):
@@ -288,10 +289,10 @@ def _normalised(found: Fit, device: DeviceKind) -> Fit:
         device,
         peak_flops_per_s=max(device.peak_flops_per_s, easy.peak_flops_per_s / fastest),
         memory_bytes_per_s=max(device.memory_bytes_per_s, easy.memory_bytes_per_s / corrections.memory),
-        launch_s=min(device.launch_s, easy.launch_s * corrections.launch),
+        launch_s=min(device.launch_s, easy.launch_s * min(getattr(corrections, name) for name in _LAUNCHES)),
     )
     compute = seen.peak_flops_per_s / easy.peak_flops_per_s
     changes = {name: max(1.0, getattr(corrections, name) * compute) for name in _COMPUTE}
+    changes |= {name: max(1.0, getattr(corrections, name) * easy.launch_s / seen.launch_s) for name in _LAUNCHES}
     changes["memory"] = max(1.0, corrections.memory * seen.memory_bytes_per_s / easy.memory_bytes_per_s)
-    changes["launch"] = max(1.0, corrections.launch * easy.launch_s / seen.launch_s)
     return Fit(corrections=msgspec.structs.replace(corrections, **changes), device=seen, call_s=found.call_s)
