@@ -24,7 +24,10 @@ the run takes at least the longest path of any group and one step.
 *Slots.* The time of tools over their slots, and that of functions that score over theirs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from steelyard.allocation.moving_cost import MovingCost
 from steelyard.allocation.roofline import Roofline
@@ -35,6 +38,7 @@ from steelyard.errors import InputError
 from steelyard.sim.setup import SimSetup
 from steelyard.types.record import Record
 
+_Floats = npt.NDArray[np.float64]
 _MIXES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -143,47 +147,44 @@ class _Bounds:
         return path_s
 
     def _rollout_work_s(self) -> float:
-        """Device-seconds; the best of several valid ways to mix arithmetic with traffic, and shares of the weights."""
-        return max(
-            sum(
-                min(self._trajectory_work_s(trajectory, layout, mix, share) for layout in self._layouts)
-                for group in self._groups
-                for trajectory in group.trajectories
-            )
-            for mix in _MIXES
-            for share in (0.0, 0.5, 1.0)
-        )
+        """Device-seconds; the best of several valid ways to mix arithmetic with traffic, and shares of the weights.
 
-    def _trajectory_work_s(self, trajectory: TrajectoryWork, layout: ServingCost, mix: float, share: float) -> float:
-        """Device-seconds of one trajectory in one layout: ``mix`` of its arithmetic and the rest of its traffic.
-
-        ``share`` of the weights is charged by context over KV memory, the rest by sequences over the batch.
+        A way charges a trajectory ``mix`` of its arithmetic and the rest of its traffic, of the weights ``share`` by
+        context over KV memory and the rest by sequences over the batch; each in the layout that is best for it.
         """
-        num_decoded = sum(turn.generated_tokens - 1 for turn in trajectory.turns)
-        num_prompt = sum(turn.new_prompt_tokens for turn in trajectory.turns)
-        kv_read = sum(
-            (turn.generated_tokens - 1) * (context + turn.generated_tokens / 2)
-            for turn, context in zip(trajectory.turns, trajectory.contexts(), strict=True)
-        )
-        pairs = sum(
-            turn.new_prompt_tokens * (context - turn.new_prompt_tokens / 2)
-            for turn, context in zip(trajectory.turns, trajectory.contexts(), strict=True)
-        )
-        rates, model = self._roofline.corrections, self._setup.model
+        sampled = np.array([_sampled(one) for group in self._groups for one in group.trajectories])
+        parts = [self._work_parts(layout, *sampled.T) for layout in self._layouts]
+        most_s = 0.0
+        for mix in _MIXES:
+            for share in (0.0, 0.5, 1.0):
+                in_layouts = [
+                    mix * arithmetic_s + (1.0 - mix) * traffic_s(share) + talk_s
+                    for arithmetic_s, traffic_s, talk_s in parts
+                ]
+                most_s = max(most_s, sum(np.minimum.reduce(in_layouts).tolist()))
+        return most_s
+
+    def _work_parts(
+        self, layout: ServingCost, num_decoded: _Floats, num_prompt: _Floats, kv_read: _Floats, pairs: _Floats
+    ) -> tuple[_Floats, Callable[[float], _Floats], _Floats]:
+        """Device-seconds of each trajectory in one layout: arithmetic, traffic for a share, communication."""
+        device, rates, model = self._setup.device, self._roofline.corrections, self._setup.model
         decode_flops = num_decoded * 2.0 * (model.active_parameters + model.head_parameters)
-        decode_flops += model.attention_flops(kv_read)
-        prefill_flops = num_prompt * 2.0 * model.active_parameters + model.attention_flops(pairs)
-        weights = layout.touched_bytes(1) * (
-            share * kv_read / layout.kv_capacity_tokens + (1.0 - share) * num_decoded / self._setup.max_running
-        )
-        decode_bytes = layout.tp * (layout.kv_bytes_per_token * (kv_read + num_decoded) + weights)
+        decode_flops += model.attention_flops(1.0) * kv_read
+        prefill_flops = num_prompt * 2.0 * model.active_parameters + model.attention_flops(1.0) * pairs
+        arithmetic_s = decode_flops / device.peak_flops_per_s * rates.decode_compute
+        arithmetic_s += prefill_flops / device.peak_flops_per_s * rates.prefill_compute
+        weights, by_batch = layout.touched_bytes(1), num_decoded / self._setup.max_running
+        kv_bytes = layout.kv_bytes_per_token * (kv_read + num_decoded)
         prefill_bytes = layout.tp * layout.kv_bytes_per_token * num_prompt
-        arithmetic_s = self._roofline.work_s(decode_flops, 0.0, rates.decode_compute)
-        arithmetic_s += self._roofline.work_s(prefill_flops, 0.0, rates.prefill_compute)
-        traffic_s = self._roofline.work_s(0.0, decode_bytes + prefill_bytes, 1.0)
+
+        def traffic_s(share: float) -> _Floats:
+            of_weights = weights * (share * kv_read / layout.kv_capacity_tokens + (1.0 - share) * by_batch)
+            return (layout.tp * (kv_bytes + of_weights) + prefill_bytes) / device.memory_bytes_per_s * rates.memory
+
         # What communication takes for each token; its latency is shared by a step of any size.
-        talk_s = layout.tp * (num_decoded + num_prompt) * (layout.communication_s(2) - layout.communication_s(1))
-        return mix * arithmetic_s + (1.0 - mix) * traffic_s + talk_s
+        a_token_s = layout.communication_s(2) - layout.communication_s(1)
+        return arithmetic_s, traffic_s, layout.tp * (num_decoded + num_prompt) * a_token_s
 
     def _train_work_s(self, groups: Sequence[GroupWork]) -> float:
         batch = train_batch(groups)
@@ -197,6 +198,21 @@ class _Bounds:
         batch = train_batch(self._groups)
         flops = 2.0 * batch.num_tokens * model.active_parameters + model.attention_flops(batch.pairs)
         return self._roofline.work_s(flops, 0.0, self._roofline.corrections.prefill_compute)
+
+
+def _sampled(trajectory: TrajectoryWork) -> tuple[float, float, float, float]:
+    """Tokens that decoding steps sample, of prompts, of KV that they read, and pairs that prompts multiply.
+
+    A prompt's last step samples its first token.
+    """
+    num_decoded = num_prompt = 0
+    kv_read = pairs = 0.0
+    for turn, context in zip(trajectory.turns, trajectory.contexts(), strict=True):
+        num_decoded += turn.generated_tokens - 1
+        num_prompt += turn.new_prompt_tokens
+        kv_read += (turn.generated_tokens - 1) * (context + turn.generated_tokens / 2)
+        pairs += turn.new_prompt_tokens * (context - turn.new_prompt_tokens / 2)
+    return num_decoded, num_prompt, kv_read, pairs
 
 
 def train_batch(groups: Sequence[GroupWork]) -> TrainBatch:

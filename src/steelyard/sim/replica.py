@@ -286,10 +286,11 @@ class SimReplica:
 
     def _make_room(self, num_tokens: int) -> bool:
         """Whether ``num_tokens`` more fit, after kept prefixes have gone as needed."""
-        while self.kv_tokens + num_tokens > self.kv_capacity_tokens and self._kept:
+        room = self.kv_capacity_tokens - self._running_kv - self._prefill_kv - num_tokens
+        while self._kept_tokens > room and self._kept:
             _, freed = self._kept.popitem(last=False)
             self._kept_tokens -= freed
-        return self.kv_tokens + num_tokens <= self.kv_capacity_tokens
+        return self._kept_tokens <= room
 
     def _admit(self) -> None:
         """Begin with waiting calls, in order, until a step is full or one does not fit beside the batch's growth."""

@@ -32,6 +32,7 @@ class _Attempt:
     trajectory: TrajectoryWork
     contexts: tuple[int, ...]
     turn: int = 0
+    segment: int = 0
     oldest: int = 0
     newest: int = 0
     num_tokens: int = 0
@@ -55,11 +56,9 @@ class RolloutStage:
         self._kernel = kernel
         self._coordinator = coordinator
         self._fleet = Pace()
-        self._states: dict[str, ReplicaState] = {}
         self._served: dict[str, _Served] = {}
-        self._dispatcher = Dispatcher(
-            self._states, self._fleet, projection_quantile=_QUANTILE, recovery_wait_s=float("inf")
-        )
+        self._dispatcher = Dispatcher(self._fleet, projection_quantile=_QUANTILE, recovery_wait_s=float("inf"))
+        self._default_sampling = Sampling(max_tokens=setup.max_tokens)
         self._waiting_attempts: dict[str, _Attempt] = {}
         self._tool_waits: deque[_Attempt] = deque()
         self._free_tools = setup.tool_slots
@@ -104,7 +103,8 @@ class RolloutStage:
         )
         state = ReplicaState(name, self._fleet, self.dispatch_soon)
         state.capacity_tokens = replica.kv_capacity_tokens
-        self._states[name], self._served[name] = state, _Served(replica, state, version)
+        self._dispatcher.add_replica(state)
+        self._served[name] = _Served(replica, state, version)
         self._coordinator.replica_started(name)
         self._coordinator.loaded(name, version)
         state.now_holds({version})
@@ -159,7 +159,7 @@ class RolloutStage:
 
     def dispatch_soon(self) -> None:
         """Place what waits, once all else of this instant has happened."""
-        if not self._is_dispatch_planned:
+        if not self._is_dispatch_planned and self._dispatcher.num_waiting:
             self._is_dispatch_planned = True
             self._kernel.after(0.0, self._dispatch, _AFTER_OTHERS)
 
@@ -174,14 +174,15 @@ class RolloutStage:
     def _call(self, attempt: _Attempt) -> None:
         """The attempt's next model call joins the router's queue."""
         index = attempt.turn
-        segment = sum(turn.resets_context for turn in attempt.trajectory.turns[: index + 1])
+        turn = attempt.trajectory.turns[index]
+        attempt.segment += turn.resets_context
         request = GenerateRequest(
             request_id=f"{attempt.lease.attempt_id}.{index}",
             attempt_id=attempt.lease.attempt_id,
-            sequence_key=f"{attempt.lease.attempt_id}.{segment}",
+            sequence_key=f"{attempt.lease.attempt_id}.{attempt.segment}",
             policy_version=attempt.lease.policy_version,
             prompt_token_ids=_tokens(attempt.contexts[index]),
-            sampling=Sampling(max_tokens=max(self._setup.max_tokens, attempt.trajectory.turns[index].generated_tokens)),
+            sampling=self._sampling(turn.generated_tokens),
             stop_token_ids=(),
             deadline_at_s=float("inf"),
             follows_updates=True,
@@ -190,6 +191,12 @@ class RolloutStage:
         self._waiting_attempts[request.request_id] = attempt
         self._dispatcher.submit(ticket)
         self.dispatch_soon()
+
+    def _sampling(self, num_tokens: int) -> Sampling:
+        """What may be sampled: as much as is set, and never less than the work has."""
+        if num_tokens <= self._default_sampling.max_tokens:
+            return self._default_sampling
+        return Sampling(max_tokens=num_tokens)
 
     def _dispatch(self) -> None:
         self._is_dispatch_planned = False
@@ -308,8 +315,8 @@ class RolloutStage:
     def _remove(self, served: _Served, why: str) -> None:
         name = served.replica.name
         _add(self._past, served.replica.totals, served.replica.cost.tp)
-        self._dispatcher.homes.drop_replica(name)
-        del self._served[name], self._states[name]
+        self._dispatcher.remove_replica(name)
+        del self._served[name]
         self._coordinator.replica_down(name, why)
         self.dispatch_soon()
 
