@@ -21,6 +21,8 @@ class MovingRates(Record, frozen=True, kw_only=True):
         swap_bytes_per_s: from the memory of a host into that of each of its devices.
         start_s: a device worker takes up a role: processes, communicators, memory; weights apart.
         release_s: it lets go of one.
+        write_overhead_s: what a publication takes whatever the size of the weights: files, probe, flushes.
+        load_overhead_s: the same of a load.
     """
 
     storage_bytes_per_s: float = 20e9
@@ -28,12 +30,14 @@ class MovingRates(Record, frozen=True, kw_only=True):
     swap_bytes_per_s: float = 20e9
     start_s: float = 5.0
     release_s: float = 1.0
+    write_overhead_s: float = 0.0
+    load_overhead_s: float = 0.0
 
     def __post_init__(self) -> None:
         for field in ("storage_bytes_per_s", "digest_bytes_per_s", "swap_bytes_per_s"):
             if not 0.0 < getattr(self, field) < float("inf"):
                 raise InputError(f"rates.{field} must be finite and > 0, got {getattr(self, field)}")
-        for field in ("start_s", "release_s"):
+        for field in ("start_s", "release_s", "write_overhead_s", "load_overhead_s"):
             if not 0.0 <= getattr(self, field) < float("inf"):
                 raise InputError(f"rates.{field} must be finite and >= 0, got {getattr(self, field)}")
 
@@ -51,15 +55,15 @@ class MovingCost:
 
     def write_s(self) -> float:
         """The trainer writes and hashes a version, one beside the other."""
-        return max(
-            self._weight_bytes / self._rates.storage_bytes_per_s, self._weight_bytes / self._rates.digest_bytes_per_s
-        )
+        slowest = min(self._rates.storage_bytes_per_s, self._rates.digest_bytes_per_s)
+        return self._rates.write_overhead_s + self._weight_bytes / slowest
 
     def load_s(self, serving: ServingCost, num_at_once: int = 1) -> float:
         """A replica reads and hashes a version into its hosts' memory, beside its work, while ``num_at_once`` do."""
         port_s = self._roofline.transfer_s(self._weight_bytes / serving.tp)
         store_s = self._weight_bytes * num_at_once / self._rates.storage_bytes_per_s
-        return max(port_s, store_s, self._weight_bytes / self._rates.digest_bytes_per_s)
+        slowest_s = max(port_s, store_s, self._weight_bytes / self._rates.digest_bytes_per_s)
+        return self._rates.load_overhead_s + slowest_s
 
     def swap_s(self, serving: ServingCost) -> float:
         """It takes the version into its devices and proves it: for so long it stands still."""

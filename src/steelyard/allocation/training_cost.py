@@ -157,7 +157,7 @@ class TrainingCost:
         hidden_s = number * self._data_s(stage_bytes) + self._context_s(each, number * passes)
         layers = math.ceil(self.architecture.num_layers / layout.pp)
         pipeline_s = self._pipeline_s(num_tokens / layout.cp)
-        return max(compute_s, hidden_s) + exposed_s + pipeline_s + number * passes * roofline.launches_s(layers)
+        return max(compute_s, hidden_s) + exposed_s + pipeline_s + number * passes * roofline.train_launches_s(layers)
 
     def _tensor_s(self, tokens: float, passes: float) -> float:
         """Two all-reduces a layer and pass."""

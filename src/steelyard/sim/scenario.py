@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 
 from steelyard.allocation.architecture import Architecture, Experts
+from steelyard.allocation.calibration import Calibration
 from steelyard.allocation.devices import device_kind
+from steelyard.allocation.engine_limits import EngineLimits
 from steelyard.allocation.moving_cost import MovingRates
 from steelyard.allocation.policies import FixedPolicy, QueuePolicy, RatioPolicy
 from steelyard.allocation.roofline import Corrections
@@ -67,7 +69,11 @@ class PolicyPart(Record, frozen=True, kw_only=True):
 
 
 class Scenario(Record, frozen=True, kw_only=True):
-    """The whole file. Exactly one of ``synthetic`` and ``traces`` says what the work is."""
+    """The whole file. Exactly one of ``synthetic`` and ``traces`` says what the work is.
+
+    ``calibration``: a file of ``steelyard calibrate``; what was measured takes the place of ``corrections``, ``rates``,
+    ``engine`` and the device's data sheet.
+    """
 
     name: str
     devices: DevicesPart
@@ -91,6 +97,8 @@ class Scenario(Record, frozen=True, kw_only=True):
     failures: tuple[DeviceFailure, ...] = ()
     failure_rate: FailureRate | None = None
     checkpoint_every: int = 10
+    engine: EngineLimits = EngineLimits()
+    calibration: str | None = None
     seed: int = 0
 
 
@@ -109,11 +117,14 @@ def read_scenario(tree: Any, where: str) -> Scenario:
     return scenario
 
 
-def make_setup(scenario: Scenario, read_traces: Callable[[TracesPart], Workload]) -> SimSetup:
+def make_setup(
+    scenario: Scenario, read_traces: Callable[[TracesPart], Workload], calibration: Calibration | None = None
+) -> SimSetup:
     """What is simulated.
 
     Args:
         read_traces: reads the files that ``traces`` names.
+        calibration: what was measured of this kind of device.
 
     Raises:
         InputError: names what cannot be, and what would fit.
@@ -124,11 +135,11 @@ def make_setup(scenario: Scenario, read_traces: Callable[[TracesPart], Workload]
         assert scenario.traces is not None
         workload = read_traces(scenario.traces).regrouped(scenario.traces.group_size)
     reward = scenario.reward
-    return SimSetup(
+    setup = SimSetup(
         name=scenario.name,
         device=device_kind(scenario.devices.kind),
         num_devices=scenario.devices.total,
-        model=known_model(scenario.model),
+        model=_model(scenario, calibration),
         corrections=scenario.corrections,
         workload=workload,
         num_steps=scenario.steps,
@@ -146,7 +157,38 @@ def make_setup(scenario: Scenario, read_traces: Callable[[TracesPart], Workload]
         recompute_kv=scenario.recompute_kv,
         checkpoint_every=scenario.checkpoint_every,
         faults=Faults(outages=scenario.outages, failures=scenario.failures, failure_rate=scenario.failure_rate),
+        engine=scenario.engine,
     )
+    return setup if calibration is None else calibrated(setup, calibration)
+
+
+def calibrated(setup: SimSetup, calibration: Calibration) -> SimSetup:
+    """The same with what was measured in the place of what was guessed.
+
+    Raises:
+        InputError: it was measured on another kind of device.
+    """
+    if setup.device.name != calibration.device.name:
+        raise InputError(
+            f"{setup.name}: devices.kind must be {calibration.device.name}, on which the calibration was measured, got "
+            f"{setup.device.name}"
+        )
+    return msgspec.structs.replace(
+        setup,
+        device=calibration.device,
+        corrections=calibration.corrections,
+        rates=calibration.rates,
+        engine=calibration.limits,
+        max_running=min(setup.max_running, calibration.max_running),
+        element_bytes=calibration.element_bytes,
+    )
+
+
+def _model(scenario: Scenario, calibration: Calibration | None) -> Architecture:
+    """That of the calibration may be named, too."""
+    if calibration is not None and scenario.model == calibration.model.name:
+        return calibration.model
+    return known_model(scenario.model)
 
 
 def make_limits(scenario: Scenario) -> Limits:

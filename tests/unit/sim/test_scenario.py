@@ -3,14 +3,21 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
+from steelyard.allocation.calibration import Calibration
+from steelyard.allocation.devices import device_kind
+from steelyard.allocation.engine_limits import EngineLimits
+from steelyard.allocation.moving_cost import MovingRates
 from steelyard.allocation.policies import QueuePolicy
+from steelyard.allocation.roofline import Corrections
 from steelyard.cli.simulate import read_workload
 from steelyard.errors import InputError
-from steelyard.sim.scenario import PolicyPart, make_limits, make_policy, make_setup, read_scenario
+from steelyard.sim.scenario import PolicyPart, known_model, make_limits, make_policy, make_setup, read_scenario
 
+SPECS = ("turns", "generated_tokens", "first_prompt_tokens", "tool_result_tokens", "tool_s")
 SCENARIOS = Path(__file__).parents[3] / "examples" / "scenarios"
 
 
@@ -63,6 +70,36 @@ def test_a_bad_file_is_refused_by_key(changes: dict[str, Any], message: str) -> 
 def test_what_cannot_be_simulated_is_refused_with_what_would_fit(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         make_setup(read_scenario(tree(**changes), "s.yaml"), lambda _: pytest.fail("no traces are read"))
+
+
+def test_a_calibration_takes_the_place_of_guesses_on_its_own_kind_of_device() -> None:
+    seen = msgspec.structs.replace(device_kind("A800"), peak_flops_per_s=4e14)
+    found = Calibration(
+        engine="vllm",
+        model=msgspec.structs.replace(known_model("qwen2.5-7b"), name="mine"),
+        device=seen,
+        element_bytes=4,
+        max_running=16,
+        corrections=Corrections(memory=1.5),
+        rates=MovingRates(start_s=9.0),
+        limits=EngineLimits(chunk_tokens=512, call_s=0.01),
+        busy_cores=0.0,
+        errors=(),
+        points=(),
+    )
+    few = {"num_groups": 2, "group_size": 2} | {name: {"median": 4} for name in SPECS}
+    scenario = read_scenario(tree(model="mine", synthetic=few), "s.yaml")
+    setup = make_setup(scenario, lambda _: pytest.fail("no traces are read"), found)
+    assert (setup.device, setup.corrections, setup.rates, setup.engine) == (
+        seen, found.corrections, found.rates, found.limits,
+    )  # fmt: skip
+    assert (setup.model.name, setup.max_running, setup.element_bytes) == ("mine", 16, 4)
+
+    elsewhere = read_scenario(tree(devices={"kind": "H100", "total": 48}, synthetic=few), "s.yaml")
+    with pytest.raises(
+        InputError, match=r"devices\.kind must be A800, on which the calibration was measured, got H100"
+    ):
+        make_setup(elsewhere, lambda _: pytest.fail("no traces are read"), found)
 
 
 def test_policies_are_found_by_name_and_take_their_own_options() -> None:
