@@ -155,24 +155,16 @@ class VllmConfig(Section, frozen=True, kw_only=True):
 class EmulatedConfig(Section, frozen=True, kw_only=True):
     """A device and a model that are not there, for ``inference.engine: emulated``; see docs/emulated.md.
 
-    A step takes what the roofline of the device says for the model; all devices are one process. ``time_scale``:
-    emulated seconds per second of the clock. ``num_params``, ``bytes_per_param`` and ``kv_bytes_per_token`` are those
-    of the model, ``peak_flops`` (operations per second), ``memory_bytes_per_s`` and ``load_bytes_per_s`` those of the
-    device; ``efficiency_frac`` of both peaks is reached. Answers are log-normal in length.
-
-    The defaults are a model of 7.6 billion parameters in 16 bits, 28 layers with 4 KV heads of 128, on a device with
-    the datasheet's figures of an H100 SXM.
+    A step takes what the cost model says for the model on the device; all devices are one process. ``time_scale``:
+    emulated seconds per second of the clock. ``device`` is a kind of device, ``model`` a known model or a folder with a
+    ``config.json``, ``calibration`` a file of ``steelyard calibrate`` for such a device. Answers are log-normal in
+    length.
     """
 
     time_scale: float = 1.0
-    num_params: float = 7.6e9
-    bytes_per_param: float = 2.0
-    kv_bytes_per_token: float = 57_344.0
-    peak_flops: float = 9.89e14
-    memory_bytes_per_s: float = 3.35e12
-    load_bytes_per_s: float = 2e10
-    efficiency_frac: float = 0.5
-    step_overhead_s: float = 0.002
+    device: str = "H100"
+    model: str = "qwen2.5-7b"
+    calibration: str | None = None
     median_output_tokens: float = 100.0
     output_sigma: float = 0.8
 

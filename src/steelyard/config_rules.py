@@ -326,14 +326,12 @@ def _router(router: RouterConfig) -> Iterator[str]:
 
 
 def _emulated(emulated: EmulatedConfig) -> Iterator[str]:
-    for name in EmulatedConfig.__struct_fields__:
+    for name in ("time_scale", "median_output_tokens", "output_sigma"):
         value = getattr(emulated, name)
-        minimum_allowed = name in ("step_overhead_s", "output_sigma")
+        minimum_allowed = name == "output_sigma"
         if not (math.isfinite(value) and (value > 0 or (minimum_allowed and value == 0))):
             bound = ">= 0" if minimum_allowed else "> 0"
             yield f"inference.emulated.{name} must be a finite number {bound}, got {value}"
-    if emulated.efficiency_frac > 1:
-        yield f"inference.emulated.efficiency_frac must be <= 1, got {emulated.efficiency_frac}"
 
 
 def _not_available(config: Config) -> Iterator[str]:

@@ -20,6 +20,7 @@ class Corrections(Record, frozen=True, kw_only=True):
     and of link bandwidth); they are guesses until `steelyard calibrate` has measured.
 
     Attributes:
+        launch: of the fixed cost of an engine's step; ``train_launch`` of a pass of training.
         overlap: share of the faster side of compute and memory that hides behind the slower one.
     """
 
@@ -29,14 +30,18 @@ class Corrections(Record, frozen=True, kw_only=True):
     memory: float = 1.25
     communication: float = 1.25
     launch: float = 1.0
+    train_launch: float = 1.0
     overlap: float = 1.0
 
     def __post_init__(self) -> None:
         for field in ("prefill_compute", "decode_compute", "train_compute", "memory", "communication"):
-            if not getattr(self, field) >= 1.0:
-                raise InputError(f"corrections.{field} must be >= 1 (the roofline), got {getattr(self, field)}")
-        if not self.launch >= 0.0:
-            raise InputError(f"corrections.launch must be >= 0, got {self.launch}")
+            if not 1.0 <= getattr(self, field) < float("inf"):
+                raise InputError(
+                    f"corrections.{field} must be >= 1 (the roofline) and finite, got {getattr(self, field)}"
+                )
+        for field in ("launch", "train_launch"):
+            if not 0.0 <= getattr(self, field) < float("inf"):
+                raise InputError(f"corrections.{field} must be finite and >= 0, got {getattr(self, field)}")
         if not 0.0 <= self.overlap <= 1.0:
             raise InputError(f"corrections.overlap must be between 0 and 1, got {self.overlap}")
 
@@ -60,8 +65,12 @@ class Roofline:
         return max(compute_s, memory_s) + (1.0 - hidden) * min(compute_s, memory_s)
 
     def launches_s(self, num_layers: int) -> float:
-        """Fixed cost of one pass through ``num_layers`` layers."""
+        """Fixed cost of an engine's step through ``num_layers`` layers."""
         return num_layers * self.device.launch_s * self.corrections.launch
+
+    def train_launches_s(self, num_layers: int) -> float:
+        """Fixed cost of one pass of training through ``num_layers`` layers."""
+        return num_layers * self.device.launch_s * self.corrections.train_launch
 
     def all_reduce_s(self, num_bytes: float, num_devices: int) -> float:
         """A ring over ``num_devices``: each sends and receives ``2 (n - 1) / n`` of the bytes (Patarasu, Yuan 2009)."""

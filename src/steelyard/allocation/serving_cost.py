@@ -38,6 +38,11 @@ class ServingCost:
     Args:
         element_bytes: of a weight and of a key or value (2: bf16; 4: fp32).
 
+    Attributes:
+        weight_bytes_per_device: weights, cut evenly.
+        kv_bytes_per_token: of one token, on one device.
+        kv_capacity_tokens: tokens whose KV fits beside the weights.
+
     Raises:
         InputError: the layout cannot be: ``tp`` does not divide the heads, exceeds the node, or the weights do not fit.
     """
@@ -49,39 +54,36 @@ class ServingCost:
         self.tp = tp
         self.element_bytes = element_bytes
         # A key-value head is not cut: beyond their number each is held more than once.
-        self._kv_shards = min(tp, architecture.num_kv_heads)
+        kv_shards = min(tp, architecture.num_kv_heads)
+        self.weight_bytes_per_device = architecture.num_parameters * element_bytes / tp
+        self.kv_bytes_per_token = architecture.kv_elements_per_token * element_bytes / kv_shards
+        free = roofline.device.usable_bytes - self.weight_bytes_per_device
+        self.kv_capacity_tokens = max(0, math.floor(free / self.kv_bytes_per_token))
         if self.kv_capacity_tokens < 1:
             weights = self.weight_bytes_per_device
             raise InputError(
                 f"tp must be large enough that {architecture.name} fits: at tp = {tp} a device must hold "
                 f"{weights / 1e9:.1f} GB of weights and some KV, and has {roofline.device.usable_bytes / 1e9:.1f} GB"
             )
-
-    @property
-    def weight_bytes_per_device(self) -> float:
-        """Weights, cut evenly."""
-        return self.architecture.num_parameters * self.element_bytes / self.tp
-
-    @property
-    def kv_bytes_per_token(self) -> float:
-        """Of one token, on one device."""
-        return self.architecture.kv_elements_per_token * self.element_bytes / self._kv_shards
-
-    @property
-    def kv_capacity_tokens(self) -> int:
-        """Tokens whose KV fits beside the weights."""
-        free = self.roofline.device.usable_bytes - self.weight_bytes_per_device
-        return max(0, math.floor(free / self.kv_bytes_per_token))
+        # What every step asks for is computed once.
+        experts = architecture.experts
+        self._active, self._head = architecture.active_parameters, architecture.head_parameters
+        self._shared = float(architecture.base_parameters + self._head)
+        self._stored = experts.num_layers * experts.num_experts * architecture.expert_parameters if experts else 0
+        self._launches_s = roofline.launches_s(architecture.num_layers)
 
     def step_s(self, work: StepWork) -> float:
         """One step of the engine, in seconds; 0 where there is nothing to do."""
         num_tokens = work.num_decoding + work.prefill_tokens
         if num_tokens == 0:
             return 0.0
-        decode_s = self.roofline.work_s(*self._decode(work), self.roofline.corrections.decode_compute)
-        prefill_s = self.roofline.work_s(*self._prefill(work), self.roofline.corrections.prefill_compute)
-        layers = self.architecture.num_layers
-        return decode_s + prefill_s + self.communication_s(num_tokens) + self.roofline.launches_s(layers)
+        roofline = self.roofline
+        decode_s = prefill_s = 0.0
+        if work.num_decoding:
+            decode_s = roofline.work_s(*self._decode(work), roofline.corrections.decode_compute)
+        if work.prefill_tokens:
+            prefill_s = roofline.work_s(*self._prefill(work), roofline.corrections.prefill_compute)
+        return decode_s + prefill_s + self.communication_s(num_tokens) + self._launches_s
 
     def decode_step_s(self, batch: int, context_tokens: float) -> float:
         """One token for each of ``batch`` sequences with ``context_tokens`` each."""
@@ -102,11 +104,9 @@ class ServingCost:
 
     def touched_bytes(self, num_tokens: float) -> float:
         """Weights that a step reads on one device: all that is shared, and the experts that are met."""
-        architecture = self.architecture
-        touched = float(architecture.base_parameters + architecture.head_parameters)
-        if architecture.experts is not None:
-            stored = architecture.experts.num_layers * architecture.experts.num_experts * architecture.expert_parameters
-            touched += stored * architecture.touched_experts_frac(num_tokens)
+        touched = self._shared
+        if self._stored:
+            touched += self._stored * self.architecture.touched_experts_frac(num_tokens)
         return touched * self.element_bytes / self.tp
 
     def communication_s(self, num_tokens: float) -> float:
@@ -118,25 +118,19 @@ class ServingCost:
 
     def _decode(self, work: StepWork) -> tuple[float, float]:
         """FLOPs and bytes of one device for the sequences that decode; they pay for reading the weights."""
-        architecture = self.architecture
-        per_token = 2.0 * (architecture.active_parameters + architecture.head_parameters)
-        flops = work.num_decoding * per_token + self.architecture.attention_flops(work.kv_tokens)
+        flops = work.num_decoding * (2.0 * (self._active + self._head))
+        flops += self.architecture.attention_flops(work.kv_tokens)
         num_bytes = (work.kv_tokens + work.num_decoding) * self.kv_bytes_per_token
-        if work.num_decoding:
-            num_bytes += self.touched_bytes(work.num_decoding)
+        num_bytes += self.touched_bytes(work.num_decoding)
         return flops / self.tp, num_bytes
 
     def _prefill(self, work: StepWork) -> tuple[float, float]:
         """The same for prompts. Where others decode in the step too, the weights are read for them already."""
-        architecture = self.architecture
-        flops = 2.0 * (
-            work.prefill_tokens * architecture.active_parameters + work.num_prompts * architecture.head_parameters
-        )
+        flops = 2.0 * (work.prefill_tokens * self._active + work.num_prompts * self._head)
         flops += self.architecture.attention_flops(work.prefill_pairs)
         num_bytes = work.prefill_tokens * self.kv_bytes_per_token
-        if work.prefill_tokens:
-            together = self.touched_bytes(work.num_decoding + work.prefill_tokens)
-            num_bytes += together - (self.touched_bytes(work.num_decoding) if work.num_decoding else 0.0)
+        together = self.touched_bytes(work.num_decoding + work.prefill_tokens)
+        num_bytes += together - (self.touched_bytes(work.num_decoding) if work.num_decoding else 0.0)
         return flops / self.tp, num_bytes
 
 

@@ -56,6 +56,9 @@ class Limits(Record, frozen=True, kw_only=True):
     max_train: int | None = None
 
     def __post_init__(self) -> None:
+        for field in ("min_rollout", "min_train", "min_reward"):
+            if getattr(self, field) < 0:
+                raise InputError(f"{field} must be >= 0, got {getattr(self, field)}")
         need = self.min_rollout + self.min_train + self.min_reward
         if need > self.total:
             raise InputError(
@@ -81,8 +84,17 @@ class Limits(Record, frozen=True, kw_only=True):
         if split.total > self.total:
             return f"a plan must use at most {self.total} devices, got {split.total}"
         if split.rollout_tp < 1 or split.rollout % split.rollout_tp:
-            return f"rollout must be a multiple of rollout_tp = {split.rollout_tp}, got {split.rollout}"
+            return _not_whole(split)
         return None
+
+
+def _not_whole(split: Split) -> str:
+    tp = split.rollout_tp
+    if tp < 1:
+        return f"rollout_tp must be >= 1, got {tp}"
+    below = split.rollout // tp * tp
+    would = f"{below} or {below + tp}" if below else str(tp)
+    return f"rollout must be a multiple of rollout_tp = {tp}, got {split.rollout}; {would} would fit"
 
 
 class StageTimes(Record, frozen=True, kw_only=True):

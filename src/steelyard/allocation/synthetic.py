@@ -65,6 +65,16 @@ class Phase(Record, frozen=True, kw_only=True):
     prompt_factor: float = 1.0
     tool_factor: float = 1.0
 
+    def __post_init__(self) -> None:
+        for field, least in (("first_group", 0), ("num_groups", 1)):
+            if getattr(self, field) < least:
+                raise InputError(f"phases.{field} must be >= {least}, got {getattr(self, field)}")
+        if self.period_groups is not None and self.period_groups < 1:
+            raise InputError(f"phases.period_groups must be >= 1, or null for once only, got {self.period_groups}")
+        for field in ("turns_factor", "generated_factor", "prompt_factor", "tool_factor"):
+            if not 0.0 < getattr(self, field) < math.inf:
+                raise InputError(f"phases.{field} must be finite and > 0, got {getattr(self, field)}")
+
     def weight(self, group: int) -> float:
         """How far the phase is in force: 0 not at all, 1 in full."""
         since = group - self.first_group
@@ -106,8 +116,8 @@ class SyntheticSpec(Record, frozen=True, kw_only=True):
         for field in ("correlation", "error_rate"):
             if not 0.0 <= getattr(self, field) <= 1.0:
                 raise InputError(f"{field} must be between 0 and 1, got {getattr(self, field)}")
-        if not self.error_continues >= 0.0:
-            raise InputError(f"error_continues must be >= 0, got {self.error_continues}")
+        if not 0.0 <= self.error_continues < math.inf:
+            raise InputError(f"error_continues must be finite and >= 0, got {self.error_continues}")
 
 
 def draw_workload(spec: SyntheticSpec, name: str, rng: random.Random) -> Workload:

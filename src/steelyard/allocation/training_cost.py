@@ -13,7 +13,7 @@ from steelyard.allocation.roofline import Roofline
 from steelyard.errors import InputError
 from steelyard.types.record import Record
 
-_STATE_BYTES = 12
+STATE_BYTES = 12
 """Of a parameter, in the optimizer: its fp32 copy and two moments."""
 _ACTIVATION_BYTES = 34
 """Per token, layer and hidden element without recomputation, where attention scores are never stored: Korthikanti et
@@ -69,7 +69,7 @@ def forward_flops(architecture: Architecture, num_tokens: float, pairs: float) -
 
 def _optimizer_bytes(architecture: Architecture, element_bytes: int) -> float:
     """States, parameters and gradients, read and written once."""
-    return architecture.num_parameters * 2.0 * (2 * element_bytes + _STATE_BYTES)
+    return architecture.num_parameters * 2.0 * (2 * element_bytes + STATE_BYTES)
 
 
 class TrainingCost:
@@ -97,7 +97,7 @@ class TrainingCost:
     def memory_bytes(self) -> float:
         """Of the fullest device: sharded states, the gathered layer, activations of one micro-batch a stage, logits."""
         architecture, layout = self.architecture, self.layout
-        states = architecture.num_parameters * (2 * self.element_bytes + _STATE_BYTES) / layout.num_devices
+        states = architecture.num_parameters * (2 * self.element_bytes + STATE_BYTES) / layout.num_devices
         layer = 2 * architecture.num_parameters / architecture.num_layers * self.element_bytes / layout.tp
         tokens = layout.micro_batch_tokens / layout.cp / layout.tp
         per_layer = _CHECKPOINT_BYTES if layout.recompute else _ACTIVATION_BYTES
@@ -157,7 +157,7 @@ class TrainingCost:
         hidden_s = number * self._data_s(stage_bytes) + self._context_s(each, number * passes)
         layers = math.ceil(self.architecture.num_layers / layout.pp)
         pipeline_s = self._pipeline_s(num_tokens / layout.cp)
-        return max(compute_s, hidden_s) + exposed_s + pipeline_s + number * passes * roofline.launches_s(layers)
+        return max(compute_s, hidden_s) + exposed_s + pipeline_s + number * passes * roofline.train_launches_s(layers)
 
     def _tensor_s(self, tokens: float, passes: float) -> float:
         """Two all-reduces a layer and pass."""

@@ -95,7 +95,13 @@ class Workload(Record, frozen=True, kw_only=True):
                 _check(trajectory, f"workload {self.name}: groups[{index}].trajectories[{place}]")
 
     def regrouped(self, group_size: int) -> "Workload":
-        """The same with ``group_size`` trajectories in every group: the first ones, and again from the first on."""
+        """The same with ``group_size`` trajectories in every group: the first ones, and again from the first on.
+
+        Raises:
+            InputError: ``group_size`` is below 1.
+        """
+        if group_size < 1:
+            raise InputError(f"traces.group_size must be >= 1, got {group_size}")
         groups = tuple(
             GroupWork(
                 task_id=group.task_id,

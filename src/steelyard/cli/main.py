@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from steelyard import __version__
 from steelyard.cli import (
     audit,
+    calibrate,
     cancel,
     capacity,
     check_template,
@@ -35,7 +36,7 @@ EXIT_INTERRUPTED = 130
 _COMMANDS = (
     *(train, evaluate, audit, show, doctor, sweep, cancel, check_template),
     *(coordinator, key, worker, scorer),
-    *(capacity, simulate),
+    *(capacity, simulate, calibrate),
 )
 
 _DESCRIPTION = """\

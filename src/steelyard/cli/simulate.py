@@ -9,11 +9,12 @@ from pathlib import Path
 import msgspec
 import yaml
 
+from steelyard.allocation.calibration import Calibration, decode_calibration
 from steelyard.allocation.trace_lines import read_traces
 from steelyard.allocation.workload import Workload
 from steelyard.cli.train import Subparsers
 from steelyard.errors import InputError
-from steelyard.sim.scenario import PolicyPart, Scenario, TracesPart, make_limits, make_policy, make_setup, read_scenario
+from steelyard.sim.scenario import PolicyPart, Scenario, TracesPart, make_limits, make_setup, policy_of, read_scenario
 from steelyard.sim.simulation import SimResult, Simulation
 from steelyard.sim.train_stage import StepRecord
 
@@ -32,6 +33,7 @@ def add_parser(commands: "Subparsers[argparse.ArgumentParser]") -> None:
     parser.add_argument("--policy", metavar="NAME", help="in the place of the scenario's")
     parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps, in the place of the scenario's")
     parser.add_argument("--seed", type=int, metavar="N", help="of the drawn work, in the place of the scenario's")
+    parser.add_argument("--calibration", metavar="FILE", help="what `steelyard calibrate` measured of these devices")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run_command=run)
 
@@ -40,8 +42,9 @@ def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     path = Path(options.scenario)
     scenario = _changed(read_scenario(_read_yaml(path), str(path)), options)
-    setup = make_setup(scenario, lambda part: read_workload(part, path.parent))
-    policy = make_policy(scenario.policy)
+    calibration = read_calibration(scenario, options.calibration, path.parent)
+    setup = make_setup(scenario, lambda part: read_workload(part, path.parent), calibration)
+    policy = policy_of(scenario, setup)
     simulation = Simulation(setup, scenario.split, make_limits(scenario), policy, scenario.policy.kind, scenario.seed)
     result = simulation.run(None if options.json or not sys.stderr.isatty() else _show_step)
     if options.json:
@@ -69,6 +72,21 @@ def _read_yaml(path: Path) -> object:
         raise InputError(f"the scenario {path} must be readable, got: {error.strerror}") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"the scenario {path} must be YAML, got: {' '.join(str(error).split())}") from None
+
+
+def read_calibration(scenario: Scenario, named: str | None, beside: Path) -> Calibration | None:
+    """The calibration that the command line names, or else the scenario, whose file lies in ``beside``.
+
+    Raises:
+        InputError: the file cannot be read, or is no calibration.
+    """
+    if named is None and scenario.calibration is None:
+        return None
+    path = Path(named) if named is not None else beside / str(scenario.calibration)
+    try:
+        return decode_calibration(path.read_bytes(), str(path))
+    except OSError as error:
+        raise InputError(f"the calibration {path} must be readable, got: {error.strerror}") from None
 
 
 def read_workload(part: TracesPart, beside: Path) -> Workload:

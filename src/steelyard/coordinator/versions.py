@@ -69,7 +69,7 @@ class Versions:
         known = self._core.state.versions.get(proof.version)
         replica = self._core.state.replicas.get(proof.replica_id)
         is_held = replica is not None and proof.version in replica.held
-        if known is not None and known.state in _HELD and proof in known.proofs and is_held:
+        if known is not None and is_held and known.state in _HELD and proof in known.proofs:
             return
         self._core.record(e.VersionLoaded(at_s=self._core.now_s(), proof=proof))
 

@@ -254,9 +254,13 @@ class EmulatedCore:
             sums = by_version.setdefault(one.version, [0, 0])
             sums[0] += 1
             sums[1] += one.kv_now + num_steps // 2
-        step_s = sum(self._model.decode_s(number, kv_tokens) for number, kv_tokens in by_version.values())
         if head is not None:
-            step_s += self._model.prefill_s(chunk, head.kv_now)
+            by_version.setdefault(head.version, [0, 0])
+        step_s = 0.0
+        for version, (number, kv_tokens) in by_version.items():
+            has_prompt = head is not None and head.version == version
+            context_tokens = head.kv_now if head is not None and has_prompt else 0
+            step_s += self._model.step_s(number, kv_tokens, chunk if has_prompt else 0, context_tokens)
         return max(step_s, _ROUNDING)
 
     def _apply(self, stretch: _Stretch, num_steps: int) -> None:

@@ -1,11 +1,11 @@
 """Which replica served which conversation last, and how much KV it left there. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from steelyard.types import GenerateRequest
 
-_MAX_HOMES = 1 << 16
+_MAX_HOMES = 1 << 18
 
 
 @dataclass(slots=True)
@@ -24,9 +24,14 @@ class Home:
 
 
 class Homes:
-    """Homes by sequence key. A new sequence of a known attempt starts where the attempt was served last."""
+    """Homes by sequence key. A new sequence of a known attempt starts where the attempt was served last.
 
-    def __init__(self) -> None:
+    Args:
+        on_kept: called with a replica's id where what is kept there for conversations between two calls has changed.
+    """
+
+    def __init__(self, on_kept: Callable[[str], None]) -> None:
+        self._on_kept = on_kept
         self._by_sequence: dict[str, Home] = {}
         self._by_attempt: dict[str, dict[str, Home]] = {}
         self._by_replica: dict[str, dict[str, Home]] = {}
@@ -76,6 +81,7 @@ class Homes:
         if home is not None and home.replica_id == replica_id and home.idle_since_s is None:
             home.kept_tokens, home.idle_since_s = kept_tokens, now_s
             self._kept[home.replica_id] = self._kept.get(home.replica_id, 0) + kept_tokens
+            self._on_kept(home.replica_id)
 
     def release(self, attempt_id: str) -> tuple[str, ...]:
         """Forget an attempt; the replicas that it was served on last."""
@@ -108,3 +114,4 @@ class Homes:
                 del index[name]
         if home.idle_since_s is not None:
             self._kept[home.replica_id] -= home.kept_tokens
+            self._on_kept(home.replica_id)

@@ -9,14 +9,14 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from steelyard.types.record import Record
 
 MOVE_GAIN = 1.1
 """A move must be projected to be better by this factor: projections are noisy, and a move gives up what is certain."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Record, frozen=True, kw_only=True):
     """A live replica that may sample the request.
 
     ``has_room``: whether its KV fits there now, see :func:`has_room`; where it does not, it would after ``room_in_s``
@@ -34,8 +34,7 @@ class Candidate:
     room_in_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(Record, frozen=True, kw_only=True):
     """What a request is projected to need: KV for all of its tokens, and the time of those that it samples."""
 
     kv_tokens: int

@@ -124,6 +124,19 @@ class Pace:
         own_s = self._own_token_s(num_open) if trust else 0.0
         return trust * own_s + (1.0 - trust) * self._fleet.token_s(num_open, now_s)
 
+    def estimate(self, num_tokens: int, num_open: float, now_s: float) -> tuple[float, float]:
+        """Both at once: :meth:`prefill_s` of so many tokens and :meth:`token_s` beside so many requests."""
+        fleet = self._fleet
+        if fleet is None or not self._sums[0]:
+            return self.prefill_s(num_tokens, now_s), self.token_s(num_open, now_s)
+        trust = self._trust(now_s)
+        of_all = fleet.prefill_s(num_tokens, now_s)
+        prefill_s = of_all
+        if self._prefill_tokens:
+            prefill_s = trust * num_tokens * (self._prefill_s / self._prefill_tokens) + (1.0 - trust) * of_all
+        token_s = trust * self._own_token_s(num_open) + (1.0 - trust) * fleet.token_s(num_open, now_s)
+        return prefill_s, token_s
+
     def _trust(self, now_s: float) -> float:
         """How far its own answers count against those of all, 0 to below 1."""
         evidence = self._sums[0] * math.exp2((self._noted_at_s - now_s) / _HALF_LIFE_S)
@@ -134,10 +147,11 @@ class Pace:
         return max(_MIN_TOKEN_S, at_zero + slope * num_open)
 
     def _add(self, x: float, y: float, *, weight: float, decay: float) -> None:
-        new = (1.0, x, y, x * x, x * y)
-        sums = [old * decay + weight * one for old, one in zip(self._sums, new, strict=True)]
-        self._sums = (sums[0], sums[1], sums[2], sums[3], sums[4])
-        total, sx, sy, sxx, sxy = sums
+        total, sx, sy, sxx, sxy = self._sums
+        total = total * decay + weight
+        sx, sy = sx * decay + weight * x, sy * decay + weight * y
+        sxx, sxy = sxx * decay + weight * (x * x), sxy * decay + weight * (x * y)
+        self._sums = (total, sx, sy, sxx, sxy)
         spread = total * sxx - sx * sx
         slope = max(0.0, (total * sxy - sx * sy) / spread) if spread > _EPSILON * total * total else 0.0
         self._line = ((sy - slope * sx) / total, slope)

@@ -107,7 +107,7 @@ class Replica:
 
     async def _learn_capacity(self) -> None:
         if self.state.capacity_tokens is None:
-            self.state.capacity_tokens = kv_capacity(await self.stats())
+            self.state.now_fits(kv_capacity(await self.stats()))
 
     async def _watched(self, call: Awaitable[T]) -> T:
         try:

@@ -69,12 +69,10 @@ class ReplicaSet:
         self._clock = clock
         self._settings = settings
         self._on_decision = on_decision
-        self._states: dict[str, ReplicaState] = {}
         self._replicas: dict[str, Replica] = {}
         self._changed = asyncio.Event()
         self._fleet = Pace()
         self.dispatcher = Dispatcher(
-            self._states,
             self._fleet,
             projection_quantile=settings.projection_quantile,
             recovery_wait_s=settings.recovery_wait_s,
@@ -90,7 +88,7 @@ class ReplicaSet:
     @property
     def states(self) -> Mapping[str, ReplicaState]:
         """What is known of them."""
-        return self._states
+        return self.dispatcher.replicas
 
     def look(self) -> None:
         """Decide upon what can be decided now, and wake whoever waits for a change."""
@@ -119,8 +117,8 @@ class ReplicaSet:
             EngineError: it is not known.
         """
         self._known(replica_id)
-        del self._replicas[replica_id], self._states[replica_id]
-        self.dispatcher.homes.drop_replica(replica_id)
+        del self._replicas[replica_id]
+        self.dispatcher.remove_replica(replica_id)
         self.look()
 
     def replace(self, replica_id: str, engine: Engine) -> None:
@@ -173,7 +171,7 @@ class ReplicaSet:
 
     def weights(self) -> dict[str, float]:
         """Weight of each replica, 0 to 1."""
-        return {name: state.weight for name, state in self._states.items()}
+        return {name: state.weight for name, state in self.states.items()}
 
     async def run(self, sleep: Sleep) -> None:
         """Probe weak replicas and look at the queue, for ever. To be supervised.
@@ -219,10 +217,11 @@ class ReplicaSet:
         return Replica(ReplicaState(replica_id, self._fleet, self.look), engine)
 
     def _put(self, replica: Replica) -> None:
-        self._states[replica.replica_id], self._replicas[replica.replica_id] = replica.state, replica
+        self._replicas[replica.replica_id] = replica
+        self.dispatcher.add_replica(replica.state)
 
     def _known(self, replica_id: str) -> ReplicaState:
-        state = self._states.get(replica_id)
+        state = self.states.get(replica_id)
         if state is None:
-            raise EngineError(f"replica {replica_id} must be one of {sorted(self._states)}")
+            raise EngineError(f"replica {replica_id} must be one of {sorted(self.states)}")
         return state

@@ -36,10 +36,15 @@ class ReplicaState:
         self.is_draining = False
         self.capacity_tokens: int | None = None
         self.projected_tokens = 0
+        self._watcher: Callable[[str], None] = _nobody
         self.last_error = ""
         self.pace = Pace(fleet)
         self._open: dict[str, Reservation] = {}
         self._on_change = on_change
+
+    def watch(self, watcher: Callable[[str], None]) -> None:
+        """Have ``watcher`` called with the replica's id at every change, before ``on_change``."""
+        self._watcher = watcher
 
     @property
     def num_open(self) -> int:
@@ -65,34 +70,41 @@ class ReplicaState:
         self.last_error = error
         halved = self.weight / 2
         self.weight = halved if halved >= _MIN_WEIGHT else 0.0
-        self._on_change()
+        self._note_change()
 
     def worked(self) -> None:
         """Twice the weight, up to 1; a replica at zero starts again at the least weight."""
         if self.weight < 1.0:
             self.weight = min(1.0, max(_MIN_WEIGHT, self.weight * 2))
-            self._on_change()
+            self._note_change()
 
     def now_holds(self, versions: set[int]) -> None:
         """The versions that it serves."""
         self.versions = versions
-        self._on_change()
+        self._note_change()
+
+    def now_fits(self, capacity_tokens: int | None) -> None:
+        """KV tokens that it has room for; None where it does not say."""
+        self.capacity_tokens = capacity_tokens
+        self._note_change()
 
     def now_drains(self, is_draining: bool) -> None:
         """Whether new attempts are to go elsewhere."""
         self.is_draining = is_draining
-        self._on_change()
+        self._note_change()
 
     def reserve(self, request_id: str, kv_tokens: int, ends_at_s: float) -> None:
         """Set KV aside for a request that goes here now."""
         self._open[request_id] = Reservation(kv_tokens, ends_at_s, len(self._open))
         self.projected_tokens += kv_tokens
+        self._watcher(self.replica_id)
 
     def free(self, request_id: str) -> float:
         """The request has ended; how many were open beside it and with it, on the mean of begin and end."""
         num_open = len(self._open)
         reservation = self._open.pop(request_id)
         self.projected_tokens -= reservation.kv_tokens
+        self._watcher(self.replica_id)
         return (reservation.num_open_before + 1 + num_open) / 2
 
     def room_in_s(self, kv_tokens: int, kept_tokens: int, now_s: float) -> float:
@@ -112,3 +124,11 @@ class ReplicaState:
         """For messages that say why nobody serves a request."""
         error = f", last error: {self.last_error}" if self.last_error else ""
         return f"{self.replica_id} has weight {self.weight} and versions {sorted(self.versions)}{error}"
+
+    def _note_change(self) -> None:
+        self._watcher(self.replica_id)
+        self._on_change()
+
+
+def _nobody(_replica_id: str) -> None:
+    """Nobody watches."""

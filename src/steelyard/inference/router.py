@@ -156,16 +156,16 @@ class Router(ReplicaSet):
         self._waits_s.clear()
         return RouterFigures(
             num_waiting=self.dispatcher.num_waiting,
-            num_open=sum(state.num_open for state in self._states.values()),
+            num_open=sum(state.num_open for state in self.states.values()),
             waiting_by_flow=self.dispatcher.waiting_by_flow(),
             waits_s=waits_s,
             weights=self.weights(),
             projected_kv_frac={
                 name: state.projected_tokens / state.capacity_tokens
-                for name, state in self._states.items()
+                for name, state in self.states.items()
                 if state.capacity_tokens
             },
-            draining=tuple(name for name, state in self._states.items() if state.is_draining),
+            draining=tuple(name for name, state in self.states.items() if state.is_draining),
         )
 
     # --- one request ------------------------------------------------------------------------------

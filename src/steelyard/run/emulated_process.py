@@ -4,16 +4,15 @@ import asyncio
 import threading
 
 from steelyard.clock import SystemClock
-from steelyard.config import EmulatedConfig
 from steelyard.ids import RandomIds
 from steelyard.inference.emulated_core import CoreSettings
 from steelyard.inference.emulated_engine import EmulatedEngine, EmulatedSettings
 from steelyard.inference.emulated_tokens import LengthModel, TokenIds, plain_token_ids
 from steelyard.inference.service import serve_engine
-from steelyard.inference.time_model import Roofline
 from steelyard.processes.faults import fault_hook
 from steelyard.processes.supervision import task_group
 from steelyard.run.children import run_child
+from steelyard.run.emulated_model import emulated_times
 from steelyard.run.emulated_options import EmulatedOptions
 from steelyard.types import Manifest
 from steelyard.weights.reader import VersionReader
@@ -42,7 +41,7 @@ class SharedFiles:
 async def serve(options: EmulatedOptions, stop: asyncio.Event) -> None:
     """Serve all engines, each on its socket, until ``stop`` is set."""
     files, clock, ids = SharedFiles(), SystemClock(), RandomIds()
-    model = roofline(options.emulated)
+    model = emulated_times(options.emulated)
     settings = EmulatedSettings(
         core=CoreSettings(
             max_running=options.max_running,
@@ -63,20 +62,6 @@ async def serve(options: EmulatedOptions, stop: asyncio.Event) -> None:
     finally:
         for engine in engines.values():
             engine.close()
-
-
-def roofline(emulated: EmulatedConfig) -> Roofline:
-    """The time model that the configuration describes."""
-    return Roofline(
-        num_params=emulated.num_params,
-        bytes_per_param=emulated.bytes_per_param,
-        kv_bytes_per_token=emulated.kv_bytes_per_token,
-        peak_flops=emulated.peak_flops,
-        memory_bytes_per_s=emulated.memory_bytes_per_s,
-        efficiency_frac=emulated.efficiency_frac,
-        step_overhead_s=emulated.step_overhead_s,
-        load_bytes_per_s=emulated.load_bytes_per_s,
-    )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from steelyard.config import Config
 from steelyard.errors import ConfigError
 from steelyard.inference.replica_set import RouterSettings
 from steelyard.inference.vllm_server import WORKER_FOLDER
+from steelyard.run.emulated_model import emulated_times
 
 
 def router_settings(config: Config) -> RouterSettings:
@@ -15,11 +16,13 @@ def router_settings(config: Config) -> RouterSettings:
 
 
 def check_engine(config: Config) -> None:
-    """Check that the engine's environment is there.
+    """Check that the engine's environment is there, or the device and the model that it emulates.
 
     Raises:
         ConfigError: it is not; says how to make it.
     """
+    if config.inference.engine == "emulated":
+        emulated_times(config.inference.emulated)
     vllm = config.inference.vllm
     if config.inference.engine != "vllm" or vllm.url is not None:
         return

@@ -18,7 +18,7 @@ from steelyard.coordinator.scores import Scoring
 from steelyard.coordinator.versions import Versions
 from steelyard.ids import SeededIds
 from steelyard.metrics import Counters
-from steelyard.sim.kernel import Kernel
+from steelyard.sim.kernel import Kernel, Timer
 from steelyard.sim.setup import SimSetup
 from steelyard.types import (
     ArtifactReport,
@@ -47,11 +47,14 @@ class _Stream:
         return TaskRef(position=position, epoch=0, task_index=position, task_id=str(position))
 
 
-class _NothingRecorded:
-    """Lost tokens are reported with the failure that loses them."""
+class _Lost:
+    """What was sampled for attempts that fail: said just before the failure that loses it."""
 
-    def discard(self, _attempt_id: str) -> int:
-        return 0
+    def __init__(self) -> None:
+        self.num_tokens = dict[str, int]()
+
+    def discard(self, attempt_id: str) -> int:
+        return self.num_tokens.pop(attempt_id, 0)
 
 
 async def _never(_seconds: float) -> None:
@@ -70,7 +73,10 @@ class SimCoordinator:
         self, setup: SimSetup, kernel: Kernel, seed: int, on_work: Callable[[], None], on_batch: Callable[[], None]
     ) -> None:
         self._setup = setup
+        self._kernel, self._on_work = kernel, on_work
+        self._next_advance: Timer | None = None
         self.counters = Counters()
+        self._lost = _Lost()
         self.core = Core(
             state=State(),
             journal=None,
@@ -79,7 +85,7 @@ class SimCoordinator:
             sleep=_never,
             ids=SeededIds(seed),
             counters=self.counters,
-            open_traces=_NothingRecorded(),
+            open_traces=self._lost,
             jitter=FullWait(),
         )
         self._groups = Groups(self.core, _Stream())
@@ -141,7 +147,25 @@ class SimCoordinator:
             reason=reason,
             lost_tokens=num_tokens,
         )
+        self._lost.num_tokens[lease.attempt_id] = num_tokens
         self._leases.report_failure(failure, _WORKER)
+        self._plan_advance()
+
+    def _plan_advance(self) -> None:
+        """Look again when the next of those that have failed has waited out its back-off."""
+        due_s = self._leases.next_due_s()
+        if due_s is None or due_s >= _FOR_EVER_S:
+            return
+        planned = self._next_advance
+        if planned is None or not planned.is_pending or planned.at_s > due_s:
+            if planned is not None:
+                planned.cancel()
+            self._next_advance = self._kernel.at(max(due_s, self._kernel.now_s()), self._advance)
+
+    def _advance(self) -> None:
+        self._leases.advance()
+        self._plan_advance()
+        self._on_work()
 
     # --- scores ---------------------------------------------------------------------------------------
 

@@ -1,10 +1,16 @@
-"""Scoring on virtual time: a function on CPU slots, or a reward model on the devices of its pool."""
+"""Scoring on virtual time: a function on CPU slots, or a reward model on the devices of its pool.
+
+A device that dies in the midst of a trajectory leaves it to the next one that is free.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from random import Random
 
 from steelyard.allocation.roofline import Roofline
 from steelyard.allocation.serving_cost import ServingCost, StepWork
-from steelyard.errors import InputError
 from steelyard.sim.coordination import SimCoordinator
-from steelyard.sim.kernel import Kernel
+from steelyard.sim.kernel import Kernel, Timer
 from steelyard.sim.setup import SimSetup
 from steelyard.types import ScoreJob
 
@@ -16,27 +22,63 @@ class RewardStage:
     """All graders.
 
     Raises:
-        InputError: a reward model has no devices, or does not fit onto them.
+        InputError: a reward model does not fit onto a device.
     """
 
-    def __init__(self, setup: SimSetup, kernel: Kernel, coordinator: SimCoordinator, num_devices: int) -> None:
+    def __init__(self, setup: SimSetup, kernel: Kernel, coordinator: SimCoordinator) -> None:
         self._setup = setup
         self._kernel = kernel
         self._coordinator = coordinator
         self._cost: ServingCost | None = None
-        self._free = setup.reward.num_slots if setup.reward.num_slots is not None else _MAX_JOBS
+        self._num_slots = setup.reward.num_slots if setup.reward.num_slots is not None else _MAX_JOBS
         model = setup.reward.model
         if model is not None:
-            if num_devices < 1:
-                raise InputError(
-                    f"{setup.name}: reward must have at least 1 device for {model.name}, got {num_devices}"
-                )
             self._cost = ServingCost(model, Roofline(setup.device, setup.corrections), 1, setup.element_bytes)
-            self._free = num_devices
         self._is_look_planned = False
-        self._trajectory_of: dict[str, tuple[int, int]] = {}
+        self._open: dict[str, tuple[ScoreJob, Timer]] = {}
+        self._again: deque[ScoreJob] = deque()
+        self._num_leaving = 0
+        self._on_gone: Callable[[int], None] | None = None
+        self.num_devices = 0
         self.busy_device_s = 0.0
-        self.num_waiting = 0
+
+    @property
+    def num_open(self) -> int:
+        """Trajectories that are being scored."""
+        return len(self._open)
+
+    def join(self, num_devices: int) -> None:
+        """More devices."""
+        self.num_devices += num_devices
+        self.look_soon()
+
+    def leave(self, num_devices: int, on_gone: Callable[[int], None]) -> None:
+        """So many go, as soon as they have nothing to do."""
+        self._num_leaving += num_devices
+        self._on_gone = on_gone
+        self._let_go()
+
+    def die(self, num_devices: int, rng: Random) -> tuple[int, int]:
+        """So many die, busy or not; what they scored waits for another. Those that stay die first."""
+        busy = list(self._open) if self._cost is not None else []
+        for drawn in sorted(rng.sample(range(self.num_devices), num_devices), reverse=True):
+            if drawn < len(busy):
+                job, timer = self._open.pop(busy[drawn])
+                timer.cancel()
+                self._again.append(job)
+        self.num_devices -= num_devices
+        num_of_leaving = max(0, self._num_leaving - self.num_devices)
+        self._num_leaving -= num_of_leaving
+        self.look_soon()
+        return num_devices, num_of_leaving
+
+    def _let_go(self) -> None:
+        idle = self.num_devices - (len(self._open) if self._cost is not None else 0)
+        number, on_gone = min(self._num_leaving, idle), self._on_gone
+        if number > 0 and on_gone is not None:
+            self._num_leaving -= number
+            self.num_devices -= number
+            on_gone(number)
 
     def look_soon(self) -> None:
         """Take what waits for a score, once all else of this instant has happened."""
@@ -46,25 +88,27 @@ class RewardStage:
 
     def _look(self) -> None:
         self._is_look_planned = False
-        if self._free == 0:
-            return
-        for job in self._coordinator.lease_scores(self._free):
-            self._free -= 1
-            self._grade(job)
+        self._let_go()
+        places = self._num_slots if self._cost is None else self.num_devices - self._num_leaving
+        free = places - len(self._open)
+        while free > 0 and self._again:
+            self._grade(self._again.popleft())
+            free -= 1
+        if free > 0:
+            for job in self._coordinator.lease_scores(free):
+                self._grade(job)
 
     def _grade(self, job: ScoreJob) -> None:
         took_s = self._setup.reward.function_s
-        if self._cost is not None:
-            model_s = self._model_s(job, self._cost)
-            self.busy_device_s += model_s
-            took_s += model_s
+        model_s = self._model_s(job, self._cost) if self._cost is not None else 0.0
 
         def end() -> None:
-            self._free += 1
+            del self._open[job.job_id]
+            self.busy_device_s += model_s
             self._coordinator.scored(job)
             self.look_soon()
 
-        self._kernel.after(took_s, end)
+        self._open[job.job_id] = (job, self._kernel.after(took_s + model_s, end))
 
     def _model_s(self, job: ScoreJob, cost: ServingCost) -> float:
         """One pass over the whole trajectory."""

@@ -7,6 +7,7 @@ Consumes leases; waits for replicas, tools and versions; unblocked by their even
 from collections import deque
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
+from random import Random
 from typing import cast
 
 from steelyard.allocation.serving_cost import ServingCost
@@ -32,6 +33,7 @@ class _Attempt:
     trajectory: TrajectoryWork
     contexts: tuple[int, ...]
     turn: int = 0
+    segment: int = 0
     oldest: int = 0
     newest: int = 0
     num_tokens: int = 0
@@ -39,27 +41,41 @@ class _Attempt:
 
 @dataclass(eq=False, slots=True)
 class _Served:
-    """A replica with what the router knows of it. ``retire``: called once it is drained; None while it stays."""
+    """A replica with what the router knows of it. ``on_gone``: called once it is drained; None while it stays."""
 
     replica: SimReplica
     state: ReplicaState
     version: int
-    retire: Callable[[], None] | None = None
+    on_gone: Callable[[int], None] | None = None
 
 
 class RolloutStage:
-    """All replicas, and the attempts that run on them."""
+    """All replicas, and the attempts that run on them.
 
-    def __init__(self, setup: SimSetup, kernel: Kernel, coordinator: SimCoordinator) -> None:
+    Args:
+        cost: of one replica.
+        newest: the newest version that a new replica has had the time to load.
+        on_joined: called when new replicas are there.
+    """
+
+    def __init__(
+        self,
+        setup: SimSetup,
+        kernel: Kernel,
+        coordinator: SimCoordinator,
+        cost: ServingCost,
+        newest: Callable[[], int],
+        on_joined: Callable[[], None],
+    ) -> None:
         self._setup = setup
+        self._cost = cost
+        self._newest, self._on_joined = newest, on_joined
         self._kernel = kernel
         self._coordinator = coordinator
         self._fleet = Pace()
-        self._states: dict[str, ReplicaState] = {}
         self._served: dict[str, _Served] = {}
-        self._dispatcher = Dispatcher(
-            self._states, self._fleet, projection_quantile=_QUANTILE, recovery_wait_s=float("inf")
-        )
+        self._dispatcher = Dispatcher(self._fleet, projection_quantile=_QUANTILE, recovery_wait_s=float("inf"))
+        self._default_sampling = Sampling(max_tokens=setup.max_tokens)
         self._waiting_attempts: dict[str, _Attempt] = {}
         self._tool_waits: deque[_Attempt] = deque()
         self._free_tools = setup.tool_slots
@@ -88,40 +104,59 @@ class RolloutStage:
 
     # --- replicas -------------------------------------------------------------------------------------
 
-    def add_replica(self, cost: ServingCost, version: int) -> str:
-        """A replica that holds ``version`` proven, from now on."""
+    def join(self, num_devices: int) -> None:
+        """More devices, in replicas that hold the newest version proven, from now on."""
+        for _ in range(num_devices // self._cost.tp):
+            self._add_replica(self._newest())
+        self._on_joined()
+        self._end_drained()
+        self.dispatch_soon()
+
+    def _add_replica(self, version: int) -> None:
         self._num_started += 1
         name = f"r{self._num_started:05d}"
-        replica = SimReplica(name, self._kernel, cost, max_running=self._setup.max_running)
+        engine = self._setup.engine
+        replica = SimReplica(
+            name,
+            self._kernel,
+            self._cost,
+            max_running=self._setup.max_running,
+            chunk_tokens=engine.chunk_tokens,
+            kv_tokens_limit=engine.kv_tokens,
+            block_tokens=engine.block_tokens,
+        )
         state = ReplicaState(name, self._fleet, self.dispatch_soon)
         state.capacity_tokens = replica.kv_capacity_tokens
-        self._states[name], self._served[name] = state, _Served(replica, state, version)
+        self._dispatcher.add_replica(state)
+        self._served[name] = _Served(replica, state, version)
         self._coordinator.replica_started(name)
         self._coordinator.loaded(name, version)
         state.now_holds({version})
-        return name
 
-    def least_loaded(self, number: int) -> list[str]:
-        """So many replicas that stay, those with the fewest open calls first."""
-        staying = [served for served in self._served.values() if served.retire is None]
+    def leave(self, num_devices: int, on_gone: Callable[[int], None]) -> None:
+        """The least loaded replicas drain: their open calls end, their attempts move at their tools' return."""
+        staying = [served for served in self._served.values() if served.on_gone is None]
         staying.sort(key=lambda served: (served.state.num_open, served.replica.name))
-        return [served.replica.name for served in staying[:number]]
+        for served in staying[: num_devices // self._cost.tp]:
+            served.on_gone = on_gone
+            served.state.now_drains(True)
+            self._end_if_drained(served)
 
-    def retire(self, name: str, on_gone: Callable[[], None]) -> None:
-        """Let a replica's open calls end, move its attempts at their tools' return, then end it."""
-        served = self._served[name]
-        served.retire = on_gone
-        served.state.now_drains(True)
-        self._end_if_drained(served)
+    def die(self, num_devices: int, rng: Random) -> tuple[int, int]:
+        """So many devices die, and replicas with them: open calls are lost with their attempts.
 
-    def fail(self, name: str) -> None:
-        """A replica dies: its open calls are lost with their attempts."""
-        served = self._served[name]
-        calls = served.replica.evict()
-        self._remove(served, "failed")
-        for call in calls:
-            if call.on_lost is not None:
-                call.on_lost()
+        Returns how many devices lose their replica, and how many of those were to leave.
+        """
+        number = min(len(self._served), -(-num_devices // self._cost.tp))
+        dying = [self._served[name] for name in rng.sample(list(self._served), number)]
+        for served in dying:
+            calls = served.replica.evict()
+            self._remove(served, "failed")
+            for call in calls:
+                if call.on_lost is not None:
+                    call.on_lost()
+        tp = self._cost.tp
+        return tp * len(dying), tp * sum(served.on_gone is not None for served in dying)
 
     def update(self, version: int, pause_s: float, on_first: Callable[[], None]) -> None:
         """Have every replica go over to ``version`` in place. ``on_first`` is called when the first has."""
@@ -133,11 +168,12 @@ class RolloutStage:
             self._coordinator.loaded(served.replica.name, version, replaced=served.version)
             served.version = version
             served.state.now_holds({version})
+            self._end_drained()
             if not told:
                 told.append(served.replica.name)
                 on_first()
 
-        for served in tuple(self._served.values()):
+        for served in [one for one in self._served.values() if one.version < version]:
             served.replica.update(pause_s, lambda served=served: updated(served), recompute=self._setup.recompute_kv)  # type: ignore[misc]
 
     # --- attempts -------------------------------------------------------------------------------------
@@ -150,7 +186,7 @@ class RolloutStage:
 
     def dispatch_soon(self) -> None:
         """Place what waits, once all else of this instant has happened."""
-        if not self._is_dispatch_planned:
+        if not self._is_dispatch_planned and self._dispatcher.num_waiting:
             self._is_dispatch_planned = True
             self._kernel.after(0.0, self._dispatch, _AFTER_OTHERS)
 
@@ -165,14 +201,15 @@ class RolloutStage:
     def _call(self, attempt: _Attempt) -> None:
         """The attempt's next model call joins the router's queue."""
         index = attempt.turn
-        segment = sum(turn.resets_context for turn in attempt.trajectory.turns[: index + 1])
+        turn = attempt.trajectory.turns[index]
+        attempt.segment += turn.resets_context
         request = GenerateRequest(
             request_id=f"{attempt.lease.attempt_id}.{index}",
             attempt_id=attempt.lease.attempt_id,
-            sequence_key=f"{attempt.lease.attempt_id}.{segment}",
+            sequence_key=f"{attempt.lease.attempt_id}.{attempt.segment}",
             policy_version=attempt.lease.policy_version,
             prompt_token_ids=_tokens(attempt.contexts[index]),
-            sampling=Sampling(max_tokens=max(self._setup.max_tokens, attempt.trajectory.turns[index].generated_tokens)),
+            sampling=self._sampling(turn.generated_tokens),
             stop_token_ids=(),
             deadline_at_s=float("inf"),
             follows_updates=True,
@@ -182,8 +219,17 @@ class RolloutStage:
         self._dispatcher.submit(ticket)
         self.dispatch_soon()
 
+    def _sampling(self, num_tokens: int) -> Sampling:
+        """What may be sampled: as much as is set, and never less than the work has."""
+        if num_tokens <= self._default_sampling.max_tokens:
+            return self._default_sampling
+        return Sampling(max_tokens=num_tokens)
+
     def _dispatch(self) -> None:
         self._is_dispatch_planned = False
+        if not self._served:
+            # Whoever asks has to wait for the first replica: all have died, and others are on their way.
+            return
         for decision in self._dispatcher.dispatch(self._kernel.now_s()):
             attempt = self._waiting_attempts.pop(decision.ticket.request.request_id)
             if isinstance(decision, Placed):
@@ -195,7 +241,7 @@ class RolloutStage:
         served, ticket = self._served[placed.replica_id], placed.ticket
         turn, version, started_s = attempt.trajectory.turns[attempt.turn], served.version, self._kernel.now_s()
         cached = served.replica.kept_tokens(attempt.lease.attempt_id)
-        if placed.moved_from is not None:
+        if placed.moved_from in self._served:
             self._served[placed.moved_from].replica.release(attempt.lease.attempt_id)
 
         def done() -> None:
@@ -210,7 +256,8 @@ class RolloutStage:
 
         def lost() -> None:
             self._dispatcher.finish(ticket, placed.replica_id, None, self._kernel.now_s())
-            self._lose(attempt, f"replica {placed.replica_id} failed")
+            attempt.num_tokens += call.num_sampled
+            self._lose(attempt, "replica_failed")
 
         call = SimCall(
             attempt_id=attempt.lease.attempt_id,
@@ -271,7 +318,8 @@ class RolloutStage:
             else:
                 self._end(attempt)
 
-        self._kernel.after(attempt.trajectory.turns[attempt.turn].tool_s, returned)
+        tool_s, faults = attempt.trajectory.turns[attempt.turn].tool_s, self._setup.faults
+        self._kernel.at(faults.tool_ends_s(self._kernel.now_s(), tool_s) + self._setup.engine.call_s, returned)
 
     def _lose(self, attempt: _Attempt, reason: str) -> None:
         self._end(attempt)
@@ -287,19 +335,23 @@ class RolloutStage:
                 served.replica.release(attempt.lease.attempt_id)
                 self._end_if_drained(served)
 
+    def _end_drained(self) -> None:
+        """Others hold a version now that only a draining replica had: whoever it kept can go on there."""
+        for served in [one for one in self._served.values() if one.on_gone is not None]:
+            self._end_if_drained(served)
+
     def _end_if_drained(self, served: _Served) -> None:
-        name = served.replica.name
-        if served.retire is None or name not in self._served or not self._dispatcher.is_drained(name):
+        name, on_gone = served.replica.name, served.on_gone
+        if on_gone is None or name not in self._served or not self._dispatcher.is_drained(name):
             return
-        on_gone = served.retire
         self._remove(served, "retired")
-        on_gone()
+        on_gone(self._cost.tp)
 
     def _remove(self, served: _Served, why: str) -> None:
         name = served.replica.name
         _add(self._past, served.replica.totals, served.replica.cost.tp)
-        self._dispatcher.homes.drop_replica(name)
-        del self._served[name], self._states[name]
+        self._dispatcher.remove_replica(name)
+        del self._served[name]
         self._coordinator.replica_down(name, why)
         self.dispatch_soon()
 

@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 
 from steelyard.allocation.architecture import Architecture, Experts
+from steelyard.allocation.calibration import Calibration
 from steelyard.allocation.devices import device_kind
+from steelyard.allocation.engine_limits import EngineLimits
 from steelyard.allocation.moving_cost import MovingRates
 from steelyard.allocation.policies import FixedPolicy, QueuePolicy, RatioPolicy
 from steelyard.allocation.roofline import Corrections
@@ -16,6 +18,8 @@ from steelyard.allocation.snapshot import Limits, Policy, Split
 from steelyard.allocation.synthetic import SyntheticSpec, draw_workload
 from steelyard.allocation.workload import Workload
 from steelyard.errors import InputError
+from steelyard.sim.faults import DeviceFailure, FailureRate, Faults, ToolOutage
+from steelyard.sim.oracle import find_oracle
 from steelyard.sim.setup import RewardWork, SimSetup
 from steelyard.types.record import Record
 
@@ -65,7 +69,11 @@ class PolicyPart(Record, frozen=True, kw_only=True):
 
 
 class Scenario(Record, frozen=True, kw_only=True):
-    """The whole file. Exactly one of ``synthetic`` and ``traces`` says what the work is."""
+    """The whole file. Exactly one of ``synthetic`` and ``traces`` says what the work is.
+
+    ``calibration``: a file of ``steelyard calibrate``; what was measured takes the place of ``corrections``, ``rates``,
+    ``engine`` and the device's data sheet.
+    """
 
     name: str
     devices: DevicesPart
@@ -85,6 +93,12 @@ class Scenario(Record, frozen=True, kw_only=True):
     recompute_kv: bool = True
     corrections: Corrections = Corrections()
     rates: MovingRates = MovingRates()
+    outages: tuple[ToolOutage, ...] = ()
+    failures: tuple[DeviceFailure, ...] = ()
+    failure_rate: FailureRate | None = None
+    checkpoint_every: int = 10
+    engine: EngineLimits = EngineLimits()
+    calibration: str | None = None
     seed: int = 0
 
 
@@ -103,11 +117,14 @@ def read_scenario(tree: Any, where: str) -> Scenario:
     return scenario
 
 
-def make_setup(scenario: Scenario, read_traces: Callable[[TracesPart], Workload]) -> SimSetup:
+def make_setup(
+    scenario: Scenario, read_traces: Callable[[TracesPart], Workload], calibration: Calibration | None = None
+) -> SimSetup:
     """What is simulated.
 
     Args:
         read_traces: reads the files that ``traces`` names.
+        calibration: what was measured of this kind of device.
 
     Raises:
         InputError: names what cannot be, and what would fit.
@@ -118,11 +135,11 @@ def make_setup(scenario: Scenario, read_traces: Callable[[TracesPart], Workload]
         assert scenario.traces is not None
         workload = read_traces(scenario.traces).regrouped(scenario.traces.group_size)
     reward = scenario.reward
-    return SimSetup(
+    setup = SimSetup(
         name=scenario.name,
         device=device_kind(scenario.devices.kind),
         num_devices=scenario.devices.total,
-        model=known_model(scenario.model),
+        model=_model(scenario, calibration),
         corrections=scenario.corrections,
         workload=workload,
         num_steps=scenario.steps,
@@ -138,7 +155,40 @@ def make_setup(scenario: Scenario, read_traces: Callable[[TracesPart], Workload]
         max_running=scenario.max_running,
         max_tokens=scenario.max_tokens,
         recompute_kv=scenario.recompute_kv,
+        checkpoint_every=scenario.checkpoint_every,
+        faults=Faults(outages=scenario.outages, failures=scenario.failures, failure_rate=scenario.failure_rate),
+        engine=scenario.engine,
     )
+    return setup if calibration is None else calibrated(setup, calibration)
+
+
+def calibrated(setup: SimSetup, calibration: Calibration) -> SimSetup:
+    """The same with what was measured in the place of what was guessed.
+
+    Raises:
+        InputError: it was measured on another kind of device.
+    """
+    if setup.device.name != calibration.device.name:
+        raise InputError(
+            f"{setup.name}: devices.kind must be {calibration.device.name}, on which the calibration was measured, got "
+            f"{setup.device.name}"
+        )
+    return msgspec.structs.replace(
+        setup,
+        device=calibration.device,
+        corrections=calibration.corrections,
+        rates=calibration.rates,
+        engine=calibration.limits,
+        max_running=min(setup.max_running, calibration.max_running),
+        element_bytes=calibration.element_bytes,
+    )
+
+
+def _model(scenario: Scenario, calibration: Calibration | None) -> Architecture:
+    """That of the calibration may be named, too."""
+    if calibration is not None and scenario.model == calibration.model.name:
+        return calibration.model
+    return known_model(scenario.model)
 
 
 def make_limits(scenario: Scenario) -> Limits:
@@ -154,8 +204,23 @@ def make_limits(scenario: Scenario) -> Limits:
     )
 
 
+def policy_of(scenario: Scenario, setup: SimSetup) -> Policy:
+    """The scenario's policy; ``oracle`` plays many runs to find out what it does (option ``max_runs``).
+
+    Raises:
+        InputError: as :func:`make_policy`; the split cannot be.
+    """
+    part = scenario.policy
+    if part.kind != "oracle":
+        return make_policy(part)
+    try:
+        return find_oracle(setup, scenario.split, make_limits(scenario), scenario.seed, **part.options).policy
+    except TypeError as error:
+        raise InputError(f"policy.options must be what oracle takes: {error}") from None
+
+
 def make_policy(part: PolicyPart) -> Policy:
-    """The policy by name, ours or an outside one.
+    """The policy by name, ours or an outside one; not ``oracle``, which is made for one setup.
 
     Raises:
         InputError: there is none of that name, or it does not take such options.
@@ -165,7 +230,7 @@ def make_policy(part: PolicyPart) -> Policy:
     if found is None and part.kind in outside:
         found = outside[part.kind].load()
     if found is None:
-        names = ", ".join([*_OURS, *outside])
+        names = ", ".join([*_OURS, "oracle", *outside])
         raise InputError(f"policy.kind must be one of {names}, got {part.kind!r}")
     try:
         return found(**part.options)

@@ -2,10 +2,12 @@
 
 from steelyard.allocation.architecture import Architecture
 from steelyard.allocation.devices import DeviceKind
+from steelyard.allocation.engine_limits import EngineLimits
 from steelyard.allocation.moving_cost import MovingRates
 from steelyard.allocation.roofline import Corrections
 from steelyard.allocation.workload import GroupWork, Workload
 from steelyard.errors import InputError
+from steelyard.sim.faults import Faults
 from steelyard.types.record import Record
 
 
@@ -25,6 +27,10 @@ class RewardWork(Record, frozen=True, kw_only=True):
             raise InputError(f"reward.function_s must be finite and >= 0, got {self.function_s}")
         if self.num_slots is not None and self.num_slots < 1:
             raise InputError(f"reward.num_slots must be >= 1, or null for no limit, got {self.num_slots}")
+        if self.num_slots is not None and self.model is not None:
+            raise InputError(
+                f"reward.num_slots must be null where a model scores, on the devices of its pool, got {self.num_slots}"
+            )
 
 
 class SimSetup(Record, frozen=True, kw_only=True):
@@ -40,6 +46,9 @@ class SimSetup(Record, frozen=True, kw_only=True):
         element_bytes: of weights and KV.
         max_tokens: what one model call may sample at most; admission to replicas starts from it.
         recompute_kv: KV is computed again when weights change under running sequences; else it is kept.
+        engine: what the engine of a replica allows itself beside that.
+        faults: what goes wrong.
+        checkpoint_every: steps between two checkpoints of the trainer, from which it starts again.
     """
 
     name: str
@@ -58,6 +67,9 @@ class SimSetup(Record, frozen=True, kw_only=True):
     element_bytes: int = 2
     max_tokens: int = 32_768
     recompute_kv: bool = True
+    engine: EngineLimits = EngineLimits()
+    faults: Faults = Faults()
+    checkpoint_every: int = 10
 
     def __post_init__(self) -> None:
         least = 3 if self.reward.model is not None else 2
@@ -67,6 +79,8 @@ class SimSetup(Record, frozen=True, kw_only=True):
             ("groups_per_batch", 1),
             ("max_policy_lag", 0),
             ("max_running", 1),
+            ("max_tokens", 1),
+            ("checkpoint_every", 1),
             ("element_bytes", 1),
         ):
             if getattr(self, field) < low:

@@ -2,21 +2,27 @@
 
 from collections import deque
 from collections.abc import Callable
+from random import Random
+
+from msgspec.structs import replace
 
 from steelyard.allocation.moving_cost import MovingCost
 from steelyard.allocation.roofline import Roofline
 from steelyard.allocation.serving_cost import ServingCost
 from steelyard.allocation.snapshot import Limits, Plan, Policy, Role, Snapshot, Split, StageTimes, checked
+from steelyard.coordinator.books import TokenBook, token_book
 from steelyard.coordinator.entities import State
 from steelyard.coordinator.transitions import GroupState, RolloutState
 from steelyard.errors import InputError, RunError
 from steelyard.sim.bound import Bound, lower_bound
 from steelyard.sim.coordination import SimCoordinator
+from steelyard.sim.device_moves import DeviceMoves, Stage
+from steelyard.sim.fit import check_fit
 from steelyard.sim.kernel import Kernel
 from steelyard.sim.reward_stage import RewardStage
 from steelyard.sim.rollout_stage import RolloutStage
 from steelyard.sim.setup import SimSetup
-from steelyard.sim.train_stage import StepRecord, TrainLayouts, TrainStage
+from steelyard.sim.train_stage import StepRecord, TrainStage
 from steelyard.types.record import Record
 
 _WINDOW_STEPS = 5
@@ -31,6 +37,8 @@ class SimResult(Record, frozen=True, kw_only=True):
         bound: that no run is faster.
         steps: every optimizer step.
         decisions: what the policy changed, or would not, one line each.
+        faults: devices that died and returned, one line each.
+        tokens: what became of every sampled token; ``recorded`` is what the replicas counted.
         idle_frac: share of each role's device-seconds in which nothing was computed; of devices on their way under
         ``moving``. num_events: of the kernel; ``num_transitions`` of the coordinator.
     """
@@ -40,8 +48,10 @@ class SimResult(Record, frozen=True, kw_only=True):
     bound: Bound
     steps: tuple[StepRecord, ...]
     decisions: tuple[str, ...]
+    faults: tuple[str, ...]
     num_trajectories: int
     generated_tokens: int
+    tokens: TokenBook
     recomputed_tokens: int
     idle_frac: dict[str, float]
     mean_lag: float
@@ -66,38 +76,51 @@ class Simulation:
         split: devices by role at the start.
         limits: what no plan may leave.
         policy: asked after every step.
-        seed: of ids; the work is drawn already.
+        seed: of ids and failures; the work is drawn already.
+        bound: of the setup and limits, where it is known already.
 
     Raises:
         InputError: the split cannot be.
     """
 
     def __init__(
-        self, setup: SimSetup, split: Split, limits: Limits, policy: Policy, policy_name: str, seed: int = 0
+        self,
+        setup: SimSetup,
+        split: Split,
+        limits: Limits,
+        policy: Policy,
+        policy_name: str,
+        seed: int = 0,
+        bound: Bound | None = None,
     ) -> None:
-        broken = limits.broken_by(split)
-        if broken is not None or split.total > setup.num_devices:
-            raise InputError(f"{setup.name}: {broken or f'a split must use at most {setup.num_devices} devices'}")
-        least = TrainLayouts(setup).least_devices(limits.min_train)
-        if least > limits.min_train:
-            raise InputError(
-                f"{setup.name}: limits.min_train must be >= {least}, with which training fits, got {limits.min_train}"
-            )
-        self._setup, self._limits, self._policy, self._policy_name = setup, limits, policy, policy_name
+        check_fit(setup, split, limits)
+        self._setup, self._policy, self._policy_name = setup, policy, policy_name
         self.kernel = Kernel()
-        self._split = split
         roofline = Roofline(setup.device, setup.corrections)
         self._serving = ServingCost(setup.model, roofline, split.rollout_tp, setup.element_bytes)
         self._moving = MovingCost(setup.model, roofline, setup.rates, setup.element_bytes)
+        self._written = self._newest_loaded = 0
         self._coordinator = SimCoordinator(setup, self.kernel, seed, self._on_work, self._on_batch)
-        self._rollout = RolloutStage(setup, self.kernel, self._coordinator)
-        self._train = TrainStage(setup, self.kernel, self._coordinator, self._on_step, self._on_version)
-        self._reward = RewardStage(setup, self.kernel, self._coordinator, split.reward)
-        self._num_leaving = self._num_moving = self._written = 0
-        self._moving_s = self._role_s_at = 0.0
-        self._role_s = dict.fromkeys(Role, 0.0)
+        self._rollout = RolloutStage(
+            setup, self.kernel, self._coordinator, self._serving, lambda: self._newest_loaded, self._on_replicas
+        )
+        self._train = TrainStage(
+            setup, self.kernel, self._coordinator, limits.min_train, self._on_step, self._on_version
+        )
+        self._reward = RewardStage(setup, self.kernel, self._coordinator)
+        self._stages: dict[Role, Stage] = {
+            Role.ROLLOUT: self._rollout,
+            Role.TRAIN: self._train,
+            Role.REWARD: self._reward,
+        }
+        self._decisions, self._fault_lines = list[str](), list[str]()
+        switch_s = self._moving.switch_s(self._serving)
+        self._moves = DeviceMoves(
+            self.kernel, setup.num_devices, split, limits, self._stages, switch_s, self._fault_lines.append
+        )
+        self._faults_rng = Random(seed)
+        self._bound = bound if bound is not None else lower_bound(setup, limits)
         self._window: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW_STEPS + 1)
-        self._decisions: list[str] = []
 
     @property
     def coordinator_state(self) -> State:
@@ -106,8 +129,8 @@ class Simulation:
 
     @property
     def num_devices_known(self) -> int:
-        """Devices in a role or on their way to one: always all that the split began with."""
-        return self._in_roles() + self._num_moving
+        """Devices in a role, on their way to one, without one, or dead: always all."""
+        return self._moves.num_known
 
     def run(self, on_step: Callable[[StepRecord], None] | None = None) -> SimResult:
         """Run until all steps are done.
@@ -124,15 +147,14 @@ class Simulation:
         while len(self._train.steps) < done:
             if not kernel.step():
                 raise RunError(self._describe_stall())
-        self._account_roles()
         return self._result()
 
     def _start(self) -> None:
-        version = self._coordinator.publish()
-        for _ in range(self._split.rollout // self._split.rollout_tp):
-            self._rollout.add_replica(self._serving, version)
-        self._train.change_devices(self._split.train)
+        self._written = self._newest_loaded = self._coordinator.publish()
+        for role, stage in self._stages.items():
+            stage.join(self._moves.split.of(role))
         self._window.append((0.0, 0.0, 0.0))
+        self._moves.plan_faults(self._setup.faults, self._faults_rng)
 
     # --- what stages are told -------------------------------------------------------------------------
 
@@ -144,48 +166,72 @@ class Simulation:
         self._train.look_soon()
 
     def _on_version(self, version: int) -> None:
-        # Replicas that are on their way will load it when they come: nobody may be there now.
+        """It is written: all replicas load it."""
         self._written = version
-        num_replicas = max(1, self._split.rollout // self._split.rollout_tp)
-        swap_s = self._moving.swap_s(self._serving)
-        self.kernel.after(
-            self._moving.load_s(self._serving, num_replicas),
-            lambda: self._rollout.update(version, swap_s, self._train.look_soon),
-        )
+        serving = self._serving
+        alone_s = self._moving.load_s(serving) + self._moving.swap_s(serving)
+        self.kernel.after(alone_s, lambda: self._load_on_arrival(version))
+        num_replicas = max(1, self._moves.split.rollout // serving.tp)
+        self.kernel.after(self._moving.load_s(serving, num_replicas), lambda: self._update(version))
+
+    def _load_on_arrival(self, version: int) -> None:
+        """Replicas that come from now on have had the time to load it on their way."""
+        self._newest_loaded = version
+
+    def _update(self, version: int) -> None:
+        self._rollout.update(version, self._moving.swap_s(self._serving), self._train.look_soon)
+
+    def _on_replicas(self) -> None:
+        """Some have come, and may have begun to load before the newest version was written."""
+        version = self._written
+        if version > self._newest_loaded:
+            self.kernel.after(self._moving.load_s(self._serving), lambda: self._update(version))
 
     def _on_step(self, record: StepRecord) -> None:
         totals = self._rollout.totals()
         self._window.append((totals.busy_s, self._train.busy_device_s, self._reward.busy_device_s))
-        snapshot = self.snapshot()
+        self._moves.step_done()
+        self._decide(self.snapshot())
+        if self._on_step_shown is not None:
+            self._on_step_shown(record)
+
+    def _decide(self, snapshot: Snapshot) -> None:
+        if snapshot.limits.broken_by(snapshot.split) is not None:
+            # The dead have left a role below its minimum, and no other can help: there is nothing to decide.
+            return
         plan = checked(self._policy_name, self._policy.decide(snapshot), snapshot)
+        if plan.split.rollout_tp != snapshot.split.rollout_tp:
+            raise InputError(
+                f"policy {self._policy_name}: rollout_tp must stay {snapshot.split.rollout_tp} in a simulation, "
+                f"got {plan.split.rollout_tp}"
+            )
         if plan.split != snapshot.split and snapshot.is_moving:
             # One move at a time, as live: devices on their way cannot be given away again.
             plan = Plan(split=snapshot.split, reason=f"a move is under way, {plan.split} has to wait")
         self._decisions.append(f"{plan.log_line(snapshot)} ({plan.reason})")
         if plan.split != snapshot.split:
-            self._carry_out(plan)
-        if self._on_step_shown is not None:
-            self._on_step_shown(record)
+            self._moves.carry_out(plan.split)
 
     def snapshot(self) -> Snapshot:
         """What a policy sees now."""
-        waiting = done = 0
+        waiting = done = unscored = 0
         for group in self._coordinator.state.live_groups.values():
             waiting += sum(rollout.state is RolloutState.PENDING for rollout in group.rollouts)
+            unscored += sum(rollout.state is RolloutState.ARTIFACT_READY for rollout in group.rollouts)
             done += group.num_accepted if group.state is GroupState.COMPLETE else 0
         plan, _ = self._coordinator.batch()
         return Snapshot(
             at_s=self.kernel.now_s(),
             step=len(self._train.steps),
-            split=self._split,
-            limits=self._limits,
+            split=self._moves.split,
+            limits=self._moves.limits,
             rollout_queue=waiting + self._rollout.num_waiting,
             # What waits for its batch's slowest group does not wait for the trainer.
             train_backlog=done if plan is not None else 0,
-            reward_queue=self._reward.num_waiting,
+            reward_queue=unscored - self._reward.num_open,
             times=self._stage_times(),
             switch_s=self._moving.switch_s(self._serving),
-            is_moving=self._num_leaving + self._num_moving > 0,
+            is_moving=self._moves.is_moving,
         )
 
     def _stage_times(self) -> StageTimes:
@@ -196,74 +242,12 @@ class Simulation:
         rollout, train, reward = (
             (last - first) / steps for first, last in zip(self._window[0], self._window[-1], strict=True)
         )
-        split = self._split
+        split = self._moves.split
         return StageTimes(
             rollout_s=rollout / split.rollout if split.rollout else None,
             train_s=train / split.train if split.train else None,
             reward_s=reward / split.reward if split.reward else None,
         )
-
-    # --- devices that move ----------------------------------------------------------------------------
-
-    def _carry_out(self, plan: Plan) -> None:
-        """Move devices between rollout and training: drained first, on their way for what a switch takes."""
-        self._account_roles()
-        change = plan.split.rollout - self._split.rollout
-        if plan.split.reward != self._split.reward or plan.split.rollout_tp != self._split.rollout_tp:
-            raise InputError(
-                f"policy {self._policy_name}: only rollout and training exchange devices in a simulation yet"
-            )
-        self._split = plan.split
-        tp = self._split.rollout_tp
-        if change > 0:
-            self._num_leaving += 1
-            self._train.at_boundary(lambda: self._to_rollout(change // tp))
-        else:
-            names = self._rollout.least_loaded(-change // tp)
-            self._num_leaving += len(names)
-            for name in names:
-                self._rollout.retire(name, self._to_train)
-
-    def _to_rollout(self, num_replicas: int) -> None:
-        tp = self._split.rollout_tp
-        self._account_roles()
-        self._num_leaving -= 1
-        self._train.change_devices(-num_replicas * tp)
-        self._num_moving += num_replicas * tp
-
-        def arrive() -> None:
-            self._account_roles()
-            self._num_moving -= num_replicas * tp
-            for _ in range(num_replicas):
-                self._rollout.add_replica(self._serving, self._written)
-            self._rollout.dispatch_soon()
-
-        self.kernel.after(self._moving.switch_s(self._serving), arrive)
-
-    def _to_train(self) -> None:
-        """A retired replica's devices arrive at the trainer."""
-
-        def arrive() -> None:
-            self._account_roles()
-            self._num_moving -= self._split.rollout_tp
-            self._train.change_devices(self._split.rollout_tp)
-
-        self._account_roles()
-        self._num_leaving -= 1
-        self._num_moving += self._split.rollout_tp
-        self.kernel.after(self._moving.switch_s(self._serving), arrive)
-
-    def _account_roles(self) -> None:
-        """Device-seconds by role up to now."""
-        elapsed_s = self.kernel.now_s() - self._role_s_at
-        self._role_s_at = self.kernel.now_s()
-        self._role_s[Role.ROLLOUT] += self._rollout.num_devices * elapsed_s
-        self._role_s[Role.TRAIN] += self._train.num_devices * elapsed_s
-        self._role_s[Role.REWARD] += self._split.reward * elapsed_s
-        self._moving_s += (self._setup.num_devices - self._in_roles()) * elapsed_s
-
-    def _in_roles(self) -> int:
-        return self._rollout.num_devices + self._train.num_devices + self._split.reward
 
     # --- the end --------------------------------------------------------------------------------------
 
@@ -274,19 +258,18 @@ class Simulation:
             Role.TRAIN: self._train.busy_device_s,
             Role.REWARD: self._reward.busy_device_s,
         }
-        idle = {str(role): max(0.0, 1.0 - busy[role] / held_s) for role, held_s in self._role_s.items() if held_s > 0.0}
-        all_s = self._setup.num_devices * self.kernel.now_s()
-        idle["moving"] = self._moving_s / all_s if all_s else 0.0
         return SimResult(
             name=self._setup.name,
             makespan_s=self.kernel.now_s(),
-            bound=lower_bound(self._setup),
+            bound=self._bound,
             steps=steps,
             decisions=tuple(self._decisions),
+            faults=tuple(self._fault_lines),
             num_trajectories=len(steps) * self._setup.groups_per_batch * self._setup.group_size,
             generated_tokens=totals.decode_tokens,
+            tokens=replace(token_book(self._coordinator.state, {}), recorded=totals.decode_tokens),
             recomputed_tokens=totals.recomputed_tokens,
-            idle_frac=idle,
+            idle_frac=self._moves.idle_fracs(busy),
             mean_lag=sum(step.max_lag for step in steps) / len(steps),
             num_events=self.kernel.num_events,
             num_transitions=self._coordinator.state.num_events,
@@ -296,5 +279,5 @@ class Simulation:
         return (
             f"simulation {self._setup.name} must do {self._setup.num_steps} steps, but after {len(self._train.steps)} "
             f"nothing can happen any more: {self._rollout.num_live} attempts are live, {self._rollout.num_waiting} "
-            f"calls wait, the devices are {self._split}"
+            f"calls wait, the devices are {self._moves.split}"
         )

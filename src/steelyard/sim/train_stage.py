@@ -1,11 +1,15 @@
 """The trainer on virtual time: takes a batch when the coordinator has one, computes, publishes.
 
 Consumes batches; waits for groups that are due; unblocked by their completion; produces versions.
+
+A device that dies ends the step under way: the rest starts again from the last checkpoint, computes the steps since
+then from their batches, which takes as long as it took, and then the same batch.
 """
 
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import product
+from random import Random
 
 from steelyard.allocation.moving_cost import MovingCost
 from steelyard.allocation.roofline import Roofline
@@ -14,7 +18,7 @@ from steelyard.coordinator.records import BatchPlan
 from steelyard.errors import InputError
 from steelyard.sim.bound import train_batch
 from steelyard.sim.coordination import SimCoordinator
-from steelyard.sim.kernel import Kernel
+from steelyard.sim.kernel import Kernel, Timer
 from steelyard.sim.setup import SimSetup
 from steelyard.types.record import Record
 
@@ -38,6 +42,7 @@ class TrainStage:
     """One trainer.
 
     Args:
+        min_devices: with fewer, no step begins.
         on_step: called with each step's end, before its version is published.
         on_version: called when a version is written, to have replicas load it.
     """
@@ -47,40 +52,68 @@ class TrainStage:
         setup: SimSetup,
         kernel: Kernel,
         coordinator: SimCoordinator,
+        min_devices: int,
         on_step: Callable[[StepRecord], None],
         on_version: Callable[[int], None],
     ) -> None:
         self._setup = setup
         self._kernel = kernel
         self._coordinator = coordinator
+        self._min_devices = max(1, min_devices)
         self._on_step = on_step
         self._on_version = on_version
         roofline = Roofline(setup.device, setup.corrections)
-        self._write_s = MovingCost(setup.model, roofline, setup.rates, setup.element_bytes).write_s()
+        moving = MovingCost(setup.model, roofline, setup.rates, setup.element_bytes)
+        self._write_s, self._restart_s = moving.write_s(), moving.restart_s()
         self._layouts = TrainLayouts(setup)
-        self._is_look_planned = self._is_busy = False
-        self._wanted_at_s = 0.0
-        self._num_devices = 0
-        self._on_boundary: list[Callable[[], None]] = []
+        self._is_look_planned = False
+        self._wanted_at_s = self._restarted_at_s = self._unsaved_s = 0.0
+        self._num_devices = self._num_leaving = 0
+        self._on_gone: Callable[[int], None] | None = None
+        self._consumed: tuple[BatchPlan, TrainBatch] | None = None
+        self._end: Timer | None = None
+        self._began_s = 0.0
         self.steps: list[StepRecord] = []
         self.busy_device_s = 0.0
+        self.num_restarts = 0
 
     @property
     def num_devices(self) -> int:
         """Devices that the next step will use."""
         return self._num_devices
 
-    def change_devices(self, by: int) -> None:
-        """More or fewer devices, from the next step on."""
-        self._num_devices += by
+    def join(self, num_devices: int) -> None:
+        """More devices, from the next step on."""
+        self._num_devices += num_devices
         self.look_soon()
 
-    def at_boundary(self, action: Callable[[], None]) -> None:
-        """Do ``action`` when no step is under way."""
-        if self._is_busy:
-            self._on_boundary.append(action)
-        else:
-            action()
+    def leave(self, num_devices: int, on_gone: Callable[[int], None]) -> None:
+        """So many go once no step is under way."""
+        self._num_leaving += num_devices
+        self._on_gone = on_gone
+        if self._end is None:
+            self._let_go()
+
+    def die(self, num_devices: int, rng: Random) -> tuple[int, int]:
+        """So many die: the step under way is lost. How many are gone, and how many of those were to leave."""
+        self._num_devices -= num_devices
+        num_of_leaving = max(0, self._num_leaving - self._num_devices)
+        self._num_leaving -= num_of_leaving
+        self.num_restarts += 1
+        self._restarted_at_s = self._kernel.now_s() + self._restart_s + self._unsaved_s
+        if self._end is not None:
+            self._end.cancel()
+            self._end = None
+            self._kernel.after(0.0, self._let_go)
+        self._kernel.at(self._restarted_at_s, self.look_soon)
+        return num_devices, num_of_leaving
+
+    def _let_go(self) -> None:
+        number, on_gone = self._num_leaving, self._on_gone
+        if number and on_gone is not None:
+            self._num_leaving = 0
+            self._num_devices -= number
+            on_gone(number)
 
     def look_soon(self) -> None:
         """See whether a batch is there, once all else of this instant has happened."""
@@ -90,28 +123,34 @@ class TrainStage:
 
     def _look(self) -> None:
         self._is_look_planned = False
-        if self._is_busy or self._num_devices == 0 or len(self.steps) == self._setup.num_steps:
+        if self._end is not None or self._num_devices < self._min_devices or len(self.steps) == self._setup.num_steps:
             return
-        plan, again_s = self._coordinator.batch()
-        if plan is not None:
-            self._begin(plan)
-        elif again_s is not None and again_s > self._kernel.now_s():
-            self._kernel.at(again_s, self.look_soon)
+        if self._kernel.now_s() < self._restarted_at_s:
+            return
+        if self._consumed is None:
+            plan, again_s = self._coordinator.batch()
+            if plan is None:
+                if again_s is not None and again_s > self._kernel.now_s():
+                    self._kernel.at(again_s, self.look_soon)
+                return
+            groups = tuple(self._setup.workload.group(self._position(group)) for group in plan.group_ids)
+            self._coordinator.begin_step(plan)
+            self._consumed, self._began_s = (plan, train_batch(groups)), self._kernel.now_s()
+        self._compute(*self._consumed)
 
-    def _begin(self, plan: BatchPlan) -> None:
-        batch = train_batch(tuple(self._setup.workload.group(self._position(group)) for group in plan.group_ids))
-        self._coordinator.begin_step(plan)
-        self._is_busy = True
-        began_s, num_devices = self._kernel.now_s(), self._num_devices
+    def _compute(self, plan: BatchPlan, batch: TrainBatch) -> None:
+        num_devices = self._num_devices
         step_s = self._layouts.best(num_devices, batch).step_s(batch)
 
         def end() -> None:
-            self._is_busy = False
+            self._end = self._consumed = None
             self.busy_device_s += step_s * num_devices
+            is_saved = (plan.step + 1) % self._setup.checkpoint_every == 0
+            self._unsaved_s = 0.0 if is_saved else self._unsaved_s + step_s
             record = StepRecord(
                 step=plan.step,
                 wanted_at_s=self._wanted_at_s,
-                began_at_s=began_s,
+                began_at_s=self._began_s,
                 ended_at_s=self._kernel.now_s(),
                 num_devices=num_devices,
                 num_tokens=batch.num_tokens,
@@ -120,13 +159,11 @@ class TrainStage:
             self._wanted_at_s = self._kernel.now_s()
             self.steps.append(record)
             self._publish()
-            actions, self._on_boundary = self._on_boundary, []
-            for action in actions:
-                action()
+            self._let_go()
             self._on_step(record)
             self.look_soon()
 
-        self._kernel.after(step_s, end)
+        self._end = self._kernel.after(step_s, end)
 
     def _position(self, group_id: str) -> int:
         return int(self._coordinator.state.groups[group_id].task_id)

@@ -158,7 +158,12 @@ def test_phases_step_ramp_and_come_back() -> None:
         (lambda: LengthSpec(median=1, tail_frac=1.5), "tail_frac must be between 0 and 1, got 1.5"),
         (lambda: spec(group_size=0), "group_size must be >= 1, got 0"),
         (lambda: spec(correlation=2.0), "correlation must be between 0 and 1, got 2.0"),
-        (lambda: spec(error_continues=-1.0), "error_continues must be >= 0, got -1.0"),
+        (lambda: Phase(first_group=0, num_groups=0), "phases.num_groups must be >= 1, got 0"),
+        (lambda: Phase(first_group=-1, num_groups=1), "phases.first_group must be >= 0, got -1"),
+        (lambda: Phase(first_group=0, num_groups=1, period_groups=0), "phases.period_groups must be >= 1, or null"),
+        (lambda: Phase(first_group=0, num_groups=1, tool_factor=0.0), "phases.tool_factor must be finite and > 0"),
+        (lambda: draw_workload(spec(), "w", random.Random(1)).regrouped(0), "traces.group_size must be >= 1, got 0"),
+        (lambda: spec(error_continues=-1.0), "error_continues must be finite and >= 0, got -1.0"),
     ],
 )
 def test_absurd_numbers_are_refused_by_name(make: Any, message: str) -> None:

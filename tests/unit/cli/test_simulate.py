@@ -55,8 +55,13 @@ def test_programs_get_json_and_may_change_policy_and_steps(scenario: str, capsys
     ("words", "message"),
     [
         (["nowhere.yaml"], "the scenario nowhere.yaml must be readable, got: No such file or directory"),
-        (["SCENARIO", "--policy", "magic"], "policy.kind must be one of fixed, queue, ratio, got 'magic'"),
+        (["SCENARIO", "--policy", "magic"], "policy.kind must be one of fixed, queue, ratio, oracle, got 'magic'"),
         (["SCENARIO", "--steps", "0"], "num_steps must be >= 1, got 0"),
+        (
+            ["SCENARIO", "--calibration", "no.json"],
+            "the calibration no.json must be readable, got: No such file or dir",
+        ),
+        (["SCENARIO", "--calibration", "RUBBISH"], "RUBBISH must be a calibration that `steelyard calibrate` wrote"),
         (["TIGHT"], "small: limits.min_train must be >= 2, with which training fits, got 1"),
     ],
 )
@@ -65,9 +70,12 @@ def test_bad_input_is_one_line(
 ) -> None:
     tight = Path(scenario).with_name("tight.yaml")
     tight.write_text(Path(scenario).read_text().replace("min_train: 2", "min_train: 1"))
-    paths = {"SCENARIO": scenario, "TIGHT": str(tight)}
+    rubbish = Path(scenario).with_name("rubbish.json")
+    rubbish.write_bytes(b"\xff{")
+    paths = {"SCENARIO": scenario, "TIGHT": str(tight), "RUBBISH": str(rubbish)}
     assert main(["simulate", *(paths.get(word, word) for word in words)]) == 2
-    assert capsys.readouterr().err == f"steelyard: {message}\n"
+    error = capsys.readouterr().err
+    assert error.startswith(f"steelyard: {message.replace('RUBBISH', str(rubbish))}") and error.count("\n") == 1
 
 
 def test_missing_traces_are_named(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,14 +1,13 @@
 """The router without its I/O, under any order of events."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
+import msgspec
 from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from steelyard.inference.dispatcher import Dispatcher, Placed, Ticket, Unservable
-from steelyard.inference.placement import Candidate, choose
 from steelyard.inference.projection import Pace
 from steelyard.inference.replica_state import ReplicaState
 from steelyard.testing.versions import request_for
@@ -26,27 +25,6 @@ def answer(request: GenerateRequest, replica_id: str, num_tokens: int, reason: F
     )  # fmt: skip
 
 
-class PlainlyChecked(Dispatcher):
-    """Compares every choice with that of a look at all replicas, without shortcuts."""
-
-    def _choose(
-        self, ticket: Ticket, able: Sequence[ReplicaState], home_id: str | None, closed: set[str], now_s: float
-    ) -> Candidate | None:
-        candidates = [
-            self._candidate(
-                ticket,
-                state,
-                now_s,
-                has_room=state.replica_id not in closed and self._has_room(ticket, state, now_s),
-            )
-            for state in able
-        ]
-        plain = choose(ticket.need, home_id, candidates)
-        chosen = super()._choose(ticket, able, home_id, closed, now_s)
-        assert chosen == plain
-        return chosen
-
-
 @dataclass
 class World:
     """Replicas and a dispatcher, with what became of every request."""
@@ -60,12 +38,13 @@ class World:
 
     def __post_init__(self) -> None:
         fleet = Pace()
+        self.dispatcher = Dispatcher(fleet, projection_quantile=0.9, recovery_wait_s=5.0)
         for name in NAMES:
             state = ReplicaState(name, fleet, lambda: None)
             state.capacity_tokens = CAPACITY
             state.versions = {0}
             self.states[name] = state
-        self.dispatcher = PlainlyChecked(self.states, fleet, projection_quantile=0.9, recovery_wait_s=5.0)
+            self.dispatcher.add_replica(state)
 
     def ask(self, flow: str, attempt: int, num_prompt: int, max_tokens: int) -> Ticket:
         """A new request, queued."""
@@ -190,7 +169,7 @@ TestDispatcher = DispatcherMachine.TestCase
 def test_a_large_request_is_not_passed_for_ever_by_small_ones() -> None:
     world = World()
     for name in NAMES[1:]:
-        del world.states[name]
+        world.dispatcher.remove_replica(name)
     world.ask("", 0, 50, 50)
     world.look()
     large = world.ask("", 1, 100, 90)
@@ -206,7 +185,7 @@ def test_a_large_request_is_not_passed_for_ever_by_small_ones() -> None:
 def test_kv_between_two_calls_is_kept_free_until_that_has_cost_as_much_as_computing_it_again() -> None:
     world = World()
     for name in NAMES[1:]:
-        del world.states[name]
+        world.dispatcher.remove_replica(name)
     world.ask("", 0, 90, 10)
     world.look()
     other = world.ask("", 1, 40, 40)
@@ -229,7 +208,7 @@ def test_kv_between_two_calls_is_kept_free_until_that_has_cost_as_much_as_comput
 def test_a_conversation_that_comes_back_finds_its_kv_and_goes_before_new_ones() -> None:
     world = World()
     for name in NAMES[1:]:
-        del world.states[name]
+        world.dispatcher.remove_replica(name)
     world.ask("", 0, 90, 10)
     world.look()
     world.ask("", 1, 90, 10)
@@ -253,3 +232,36 @@ def test_a_move_is_told_from_a_conversation_whose_home_died() -> None:
     world.ask("", 0, 30, 20)
     (decision,) = world.dispatcher.dispatch(world.now_s)
     assert isinstance(decision, Placed) and decision.replica_id != home and decision.moved_from is None
+
+
+def test_who_waits_for_its_home_closes_it_to_those_behind_and_nothing_else_and_is_served_once_it_has_changed() -> None:
+    world = World()
+    states = {name: world.states[name] for name in NAMES[:2]}
+    world.dispatcher.remove_replica(NAMES[2])
+    for state in states.values():
+        state.now_fits(10_000)
+    # Both are well known to be fast at sampling and slow at prompts: 10 ms a prompt token, 1 ms a sampled one.
+    for state in states.values():
+        for _ in range(200):
+            request = request_for("known", range(100))
+            known = answer(request, state.replica_id, 100, FinishReason.STOP)
+            known = msgspec.structs.replace(known, prefill_s=1.0, decode_s=0.1)
+            state.pace.note(known, 100, 1.0, world.now_s)
+    talk = world.ask("", 0, 6000, 10)
+    world.look()
+    home = world.placed[talk.request.request_id][1]
+    other = next(name for name in states if name != home)
+    world.end(talk.request.request_id, 10, FinishReason.STOP)
+    states[home].reserve("blocker", 9000, world.now_s + 1.0)
+    world.now_s += 500.0
+    again = world.ask("", 0, 6020, 10)
+    world.look()
+    assert again.request.request_id in world.waiting, "a minute of prompts elsewhere is worse than a second here"
+    states[home].free("blocker")
+    states[home].reserve("smaller blocker", 5000, world.now_s + 1.0)
+    fresh = world.ask("", 1, 3000, 10)
+    world.look()
+    assert world.placed[fresh.request.request_id][1] == other, "its home is closed to those behind it, others are not"
+    states[home].free("smaller blocker")
+    world.look()
+    assert world.placed[again.request.request_id][1] == home

@@ -20,11 +20,8 @@ STEP_S, CHUNK_S = 1.0, 10.0
 class Steady:
     """A step takes a second, whatever it holds; a chunk of a prompt ten."""
 
-    def decode_s(self, num_sequences: int, kv_tokens: int) -> float:
-        return STEP_S
-
-    def prefill_s(self, num_tokens: int, context_tokens: int) -> float:
-        return CHUNK_S
+    def step_s(self, num_decoding: int, kv_tokens: int, prefill_tokens: int, context_tokens: int) -> float:
+        return STEP_S * (num_decoding > 0) + CHUNK_S * (prefill_tokens > 0)
 
     def load_s(self) -> float:
         return 5.0

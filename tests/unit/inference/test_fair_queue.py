@@ -1,17 +1,28 @@
 """Order between flows and within one."""
 
+from typing import TypeVar
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.inference.fair_queue import FairQueue
+from steelyard.inference.fair_queue import FairQueue, Waiting
+
+T = TypeVar("T")
+
+
+def first(queue: FairQueue[T]) -> Waiting[T]:
+    """What is to be served next, of all that waits for nothing in particular."""
+    entry = queue.first([None])
+    assert entry is not None
+    return entry
 
 
 def serve(queue: FairQueue[str], number: int) -> list[str]:
     """Take so many entries, one at a time, in the order of service."""
     served = []
     for _ in range(number):
-        entry = next(queue.in_order())
+        entry = first(queue)
         queue.take(entry)
         served.append(entry.item)
     return served
@@ -72,11 +83,24 @@ def test_what_a_request_cost_in_truth_counts() -> None:
             queue.push(flow, f"{flow}{index}", 100, has_begun=False)
     served = []
     for _ in range(55):
-        entry = next(queue.in_order())
+        entry = first(queue)
         queue.take(entry)
         queue.correct(entry, 10 if entry.flow == "frugal" else 100)
         served.append(entry.flow)
     assert served.count("frugal") == pytest.approx(50, abs=2)
+
+
+def test_of_lanes_that_may_go_on_the_first_is_served_and_what_waits_elsewhere_keeps_its_place() -> None:
+    queue: FairQueue[str] = FairQueue()
+    held = queue.push("", "held", 10, has_begun=True, lane="full")
+    queue.push("", "next", 10, has_begun=True, lane="free")
+    found = queue.first(["free"])
+    assert found is not None and found.item == "next" and queue.first(["nowhere"]) is None
+    assert queue.first_place("full") == held.place and queue.first_place("nowhere") is None
+    moved = queue.move(held, "free")
+    assert queue.first(["free"]) is moved and not queue.has_waiting("full")
+    assert [entry.item for entry in queue.waiting_in("free")] == ["held", "next"]
+    assert queue.waiting_by_flow() == {"": 2} and queue.cost_tokens == 20
 
 
 def test_a_weight_must_be_above_zero() -> None:
@@ -108,7 +132,7 @@ def test_between_flows_that_wait_the_served_tokens_differ_by_no_more_than_two_re
     served = dict.fromkeys("abc", 0)
     waiting = {name for name in "abc" if left[name]}
     while len(queue):
-        entry = next(queue.in_order())
+        entry = first(queue)
         queue.take(entry)
         served[entry.flow] += entry.cost_tokens
         left[entry.flow] -= 1

@@ -1,7 +1,6 @@
 """Decisions about one request."""
 
-import dataclasses
-
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,8 +8,8 @@ from steelyard.inference.placement import Candidate, Need, choose, has_room, kee
 
 NEED = Need(kv_tokens=300, output_tokens=100)
 IDLE = Candidate(replica_id="idle", weight=1.0, has_room=True, projected_tokens=0, prefill_s=2.0, token_s=0.02)
-BUSY = dataclasses.replace(IDLE, replica_id="busy", projected_tokens=600, token_s=0.03)
-HOME = dataclasses.replace(BUSY, replica_id="home", prefill_s=0.1)
+BUSY = msgspec.structs.replace(IDLE, replica_id="busy", projected_tokens=600, token_s=0.03)
+HOME = msgspec.structs.replace(BUSY, replica_id="home", prefill_s=0.1)
 
 
 def test_only_what_fits_by_projection_is_taken() -> None:
@@ -21,12 +20,12 @@ def test_only_what_fits_by_projection_is_taken() -> None:
     assert not fits(projected=601) and not fits(kept=101)
     assert fits(capacity=None, projected=10**9), "who does not say how much it has takes all"
     assert fits(capacity=100, projected=0, num_open=0), "an idle one will never have more"
-    assert choose(NEED, None, [dataclasses.replace(BUSY, has_room=False)]) is None
+    assert choose(NEED, None, [msgspec.structs.replace(BUSY, has_room=False)]) is None
 
 
 def test_a_new_conversation_goes_where_the_fewest_tokens_are_open_for_the_speed() -> None:
     assert choose(NEED, None, [BUSY, IDLE]) is IDLE
-    fast = dataclasses.replace(BUSY, replica_id="fast", token_s=0.001)
+    fast = msgspec.structs.replace(BUSY, replica_id="fast", token_s=0.001)
     assert choose(NEED, None, [BUSY, fast]) is fast
 
 
@@ -35,20 +34,20 @@ def test_a_conversation_stays_while_computing_its_prefix_again_costs_more_than_i
 
 
 def test_it_moves_when_its_home_is_so_slow_or_full_that_computing_the_prefix_again_pays() -> None:
-    slow = dataclasses.replace(HOME, token_s=0.06)
+    slow = msgspec.structs.replace(HOME, token_s=0.06)
     assert choose(NEED, "home", [IDLE, slow]) is IDLE
-    full = dataclasses.replace(HOME, has_room=False, room_in_s=5.0)
+    full = msgspec.structs.replace(HOME, has_room=False, room_in_s=5.0)
     assert choose(NEED, "home", [IDLE, full]) is IDLE
 
 
 def test_it_waits_for_its_full_home_where_room_comes_soon() -> None:
-    full = dataclasses.replace(HOME, has_room=False, room_in_s=0.2, token_s=0.02)
+    full = msgspec.structs.replace(HOME, has_room=False, room_in_s=0.2, token_s=0.02)
     assert choose(NEED, "home", [IDLE, full]) is None
 
 
 def test_a_replica_that_is_trusted_less_gets_less() -> None:
-    doubted = dataclasses.replace(IDLE, replica_id="doubted", weight=0.125)
-    assert choose(NEED, None, [doubted, dataclasses.replace(IDLE, projected_tokens=300)]) is not doubted
+    doubted = msgspec.structs.replace(IDLE, replica_id="doubted", weight=0.125)
+    assert choose(NEED, None, [doubted, msgspec.structs.replace(IDLE, projected_tokens=300)]) is not doubted
 
 
 def test_kv_is_kept_as_long_as_waiting_for_it_has_not_cost_what_computing_it_costs() -> None:

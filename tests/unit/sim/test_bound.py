@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from steelyard.allocation.policies import FixedPolicy
 from steelyard.allocation.roofline import IDEAL, Corrections, Roofline
+from steelyard.allocation.snapshot import Limits, Split
 from steelyard.allocation.synthetic import LengthSpec, SyntheticSpec, draw_workload
 from steelyard.allocation.training_cost import TrainBatch, TrainingCost, TrainLayout
 from steelyard.allocation.workload import GroupWork, TrajectoryWork, TurnWork, Workload
@@ -16,6 +18,7 @@ from steelyard.sim.bound import lower_bound, serving_layouts, train_batch
 from steelyard.sim.kernel import Kernel
 from steelyard.sim.replica import SimCall, SimReplica
 from steelyard.sim.setup import RewardWork, SimSetup
+from steelyard.sim.simulation import Simulation
 from steelyard.testing.toy_devices import TOY_MODEL, toy_device, toy_device_for
 
 LAST = TurnWork(new_prompt_tokens=1, generated_tokens=1)
@@ -95,6 +98,82 @@ def test_a_model_that_fits_nowhere_is_refused() -> None:
         lower_bound(setup(one_group(turn), device=toy_device(1e6)))
     with pytest.raises(InputError, match="num_steps must be >= 1, got 0"):
         setup(one_group(turn), num_steps=0)
+
+
+def drawn(
+    num_groups: int,
+    turns: float = 1,
+    generated_tokens: float = 50,
+    first_prompt_tokens: float = 50,
+    tool_s: float = 0.01,
+) -> Workload:
+    spec = SyntheticSpec(
+        num_groups=num_groups,
+        group_size=2,
+        turns=LengthSpec(median=turns),
+        generated_tokens=LengthSpec(median=generated_tokens),
+        first_prompt_tokens=LengthSpec(median=first_prompt_tokens),
+        tool_result_tokens=LengthSpec(median=10),
+        tool_s=LengthSpec(median=tool_s),
+    )
+    return draw_workload(spec, "w", random.Random(1))
+
+
+HALF, SCORED = Split(rollout=2, train=2), Split(rollout=2, train=4, reward=2)
+BINDING: list[tuple[str, Workload, Split, dict[str, Any], float]] = [
+    # One batch of long tools: nothing but its path counts.
+    ("path", drawn(2, tool_s=3.0, turns=2), HALF, {}, 0.95),
+    # Two batches in flight, short ones: their places turn over no faster than a group's own time and its publication.
+    ("lag", drawn(4, tool_s=0.5, generated_tokens=1, first_prompt_tokens=20), HALF,
+     {"num_steps": 3, "max_policy_lag": 2}, 0.7),
+    ("slots", drawn(4, tool_s=3.0, turns=2), HALF, {"tool_slots": 1, "num_steps": 4, "groups_per_batch": 2}, 0.9),
+    # Long prompts and no answers: training takes three times what sampling does.
+    ("trainer", drawn(4, first_prompt_tokens=6000, generated_tokens=1), Split(rollout=1, train=3),
+     {"num_steps": 8, "groups_per_batch": 4, "max_policy_lag": 3}, 0.8),
+    # The same, scored by a model: no role alone is the bottleneck.
+    ("work", drawn(8, first_prompt_tokens=3000, generated_tokens=2), SCORED,
+     {"num_devices": 8, "num_steps": 4, "groups_per_batch": 8, "max_policy_lag": 3,
+      "reward": RewardWork(model=TOY_MODEL)}, 0.6),
+    # Long answers in small batches: a larger batch costs time, a smaller one devices.
+    ("joint", drawn(8, generated_tokens=1500), HALF,
+     {"num_steps": 8, "groups_per_batch": 4, "max_policy_lag": 4, "max_running": 4}, 0.6),
+]  # fmt: skip
+"""What binds, the work, a split, the setup, and the share of the bound that this split reaches at the least."""
+
+
+@pytest.mark.parametrize(
+    ("term", "work", "split", "changes", "least_share"), BINDING, ids=[term for term, *_ in BINDING]
+)
+def test_each_term_binds_somewhere_and_is_not_beaten(
+    term: str, work: Workload, split: Split, changes: dict[str, Any], least_share: float
+) -> None:
+    made = setup(work, device=toy_device(4e9), **changes)
+    limits = Limits(total=made.num_devices, min_reward=min(1, split.reward))
+    assert lower_bound(made, limits).binding == term
+    result = Simulation(made, split, limits, FixedPolicy(), "fixed").run()
+    assert least_share <= result.bound_share <= 1.0
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_throughput_is_held_to_places_over_the_mean_time_of_a_trajectory_and_of_the_slowest_sibling(lag: int) -> None:
+    quick = TrajectoryWork(turns=(TurnWork(new_prompt_tokens=10, generated_tokens=5, tool_s=1.0), LAST))
+    slow = TrajectoryWork(turns=(TurnWork(new_prompt_tokens=10, generated_tokens=5, tool_s=3.0), LAST))
+    work = Workload(name="w", groups=(GroupWork(task_id="t", trajectories=(quick, slow)),))
+    made, limits = setup(work, num_steps=24, groups_per_batch=2, max_policy_lag=lag), Limits(total=4)
+    places = (lag + 1) * made.groups_per_batch * made.group_size
+    of_mean, of_slowest = places / 2.0, places / 3.0
+    result = Simulation(made, Split(rollout=2, train=2), limits, FixedPolicy(), "fixed").run()
+    proven = result.num_trajectories / result.bound.makespan_s
+    assert result.trajectories_per_s <= proven <= of_slowest < of_mean
+    assert proven > 0.9 * of_slowest
+
+
+def test_limits_leave_a_role_fewer_devices_and_raise_the_bound() -> None:
+    made = setup(drawn(8, generated_tokens=2000, first_prompt_tokens=20), groups_per_batch=8, num_steps=3)
+    free, held = lower_bound(made), lower_bound(made, Limits(total=4, min_train=3))
+    assert held.work_s >= free.work_s
+    assert held.joint_s > free.joint_s
+    assert held.trainer_s > free.trainer_s
 
 
 @st.composite
