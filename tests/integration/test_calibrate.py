@@ -12,8 +12,9 @@ from steelyard.testing.tiny_model import write_tiny_model
 
 SMALL = (
     "model.max_context_tokens=96",
-    "inference.max_running=2",
+    "inference.max_running=4",
     "inference.kv_tokens=512",
+    "rollout.max_tokens=32",
     "train.micro_batch_tokens=192",
 )
 
@@ -37,6 +38,7 @@ SCENARIO = {
 }
 
 
+@pytest.mark.timeout(400)
 def test_a_policy_is_calibrated_on_this_machine_and_simulated_with_what_was_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -52,7 +54,7 @@ def test_a_policy_is_calibrated_on_this_machine_and_simulated_with_what_was_foun
     assert printed.endswith(f"written to {output}\n")
 
     found = decode_calibration(output.read_bytes(), "found.json")
-    assert (found.engine, found.max_running, found.limits.kv_tokens) == ("local", 2, 512)
+    assert (found.engine, found.max_running, found.limits.kv_tokens) == ("local", 4, 512)
     assert {point.term for point in found.points} == {"prefill", "decode", "mixed", "training"}
     assert {error.term for error in found.errors} == {"prefill", "decode", "mixed", "training", "publication", "load"}
 
@@ -69,6 +71,17 @@ def test_a_policy_is_calibrated_on_this_machine_and_simulated_with_what_was_foun
         (["CONFIG", "--output", "OUT", "--rounds", "0"], "--rounds must be >= 1, got 0"),
         (["CONFIG", "--output", "missing/found.json"], "--output must be in a folder that exists, got missing/found"),
         (["CONFIG", "--output", "OUT", "inference.engine=emulated"], "inference.engine must be local or vllm to be"),
+        (
+            [
+                "CONFIG",
+                "--output",
+                "OUT",
+                "inference.max_running=1",
+                "model.max_context_tokens=96",
+                "rollout.max_tokens=9",
+            ],
+            "must leave at least 5 bursts to fit to, got 96 and 1, which leave 3",
+        ),
         (["CONFIG", "--output", "OUT", "inference.max_runing=4"], "inference.max_running"),
     ],
 )

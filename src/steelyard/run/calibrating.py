@@ -17,6 +17,7 @@ import xxhash
 
 from steelyard.allocation.architecture import Architecture, read_architecture
 from steelyard.allocation.calibration import (
+    SERVING_FACTORS,
     TRAINING_FACTORS,
     Burst,
     Calibration,
@@ -76,10 +77,11 @@ async def calibrate(
 
     Raises:
         ConfigError: the engine cannot be measured.
-        InputError: the policy's architecture is not one that the cost model knows.
+        InputError: the policy's architecture is not one that the cost model knows, or its sizes leave too few points.
         RunError: a process died, or a call did not do what it was asked for.
     """
     model = architecture_of(model_dir)
+    _check_enough(config)
     async with opened_replica(config, model_dir, directory, sockets) as one:
         training = await _measure_training(one, model, sockets, on_progress)
         serving = await calibrate_serving(one, model, num_rounds, on_progress)
@@ -137,6 +139,18 @@ def prediction_for(config: Config, model: Architecture, limits: EngineLimits) ->
         limits=limits,
         micro_batch_tokens=config.train.micro_batch_tokens,
     )
+
+
+def _check_enough(config: Config) -> None:
+    """Refuse sizes that leave fewer points to fit to than there is to fit, before minutes are spent on them."""
+    context, running = config.model.max_context_tokens, config.inference.max_running
+    planned = planned_bursts(context, running, config.inference.kv_tokens)
+    num_fitted, num_wanted = sum(not one.is_held_out for one in planned), len(SERVING_FACTORS) + 1
+    if num_fitted < num_wanted:
+        raise InputError(
+            f"model.max_context_tokens and inference.max_running must leave at least {num_wanted} bursts to fit to, "
+            f"got {context} and {running}, which leave {num_fitted}"
+        )
 
 
 def architecture_of(model_dir: Path) -> Architecture:
