@@ -100,7 +100,9 @@ def _nearest(name: str, root: Kind) -> str:
 
 def _fields(record: Kind) -> dict[str, tuple[Kind | None, bool]]:
     """The keys of a record; for each the record of its section (None: it is a value), and whether it may be null."""
-    return {field.encode_name: (_section(field.type), _takes_null(field.type)) for field in msgspec.structs.fields(record)}
+    return {
+        field.encode_name: (_section(field.type), _takes_null(field.type)) for field in msgspec.structs.fields(record)
+    }
 
 
 def _section(kind: Any) -> Kind | None:

@@ -36,7 +36,11 @@ class RewardStage:
         self._is_look_planned = False
         self._trajectory_of: dict[str, tuple[int, int]] = {}
         self.busy_device_s = 0.0
-        self.num_waiting = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Trajectories that wait for a grader."""
+        return self._coordinator.num_scores_waiting
 
     def look_soon(self) -> None:
         """Take what waits for a score, once all else of this instant has happened."""

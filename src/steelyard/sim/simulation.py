@@ -1,5 +1,6 @@
 """One simulated run: the stages put together, a policy that moves devices between them, and what came of it."""
 
+import traceback
 from collections import deque
 from collections.abc import Callable
 
@@ -9,18 +10,33 @@ from steelyard.allocation.serving_cost import ServingCost
 from steelyard.allocation.snapshot import Limits, Plan, Policy, Role, Snapshot, Split, StageTimes, checked
 from steelyard.coordinator.entities import State
 from steelyard.coordinator.transitions import GroupState, RolloutState
-from steelyard.errors import InputError, RunError
+from steelyard.errors import InputError, RunError, SteelyardError
 from steelyard.sim.bound import Bound, lower_bound
 from steelyard.sim.coordination import SimCoordinator
 from steelyard.sim.kernel import Kernel
 from steelyard.sim.reward_stage import RewardStage
 from steelyard.sim.rollout_stage import RolloutStage
 from steelyard.sim.setup import SimSetup
+from steelyard.sim.timeline import Sample, Timeline
 from steelyard.sim.train_stage import StepRecord, TrainLayouts, TrainStage
 from steelyard.types.record import Record
 
 _WINDOW_STEPS = 5
 """Steps over which the stages' times are measured."""
+
+
+class Decision(Record, frozen=True, kw_only=True):
+    """What a policy wanted after an optimizer step. ``line`` is as it is logged, live and here; ``reason`` beside it.
+
+    ``is_due`` False: nothing was to be decided then.
+    """
+
+    step: int
+    at_s: float
+    line: str
+    reason: str
+    is_change: bool
+    is_due: bool
 
 
 class SimResult(Record, frozen=True, kw_only=True):
@@ -30,7 +46,8 @@ class SimResult(Record, frozen=True, kw_only=True):
         makespan_s: from the start to the end of the last step.
         bound: that no run is faster.
         steps: every optimizer step.
-        decisions: what the policy changed, or would not, one line each.
+        decisions: what the policy wanted after each step.
+        timeline: the devices, queues and sums over the time.
         idle_frac: share of each role's device-seconds in which nothing was computed; of devices on their way under
         ``moving``. num_events: of the kernel; ``num_transitions`` of the coordinator.
     """
@@ -39,7 +56,8 @@ class SimResult(Record, frozen=True, kw_only=True):
     makespan_s: float
     bound: Bound
     steps: tuple[StepRecord, ...]
-    decisions: tuple[str, ...]
+    decisions: tuple[Decision, ...]
+    timeline: tuple[Sample, ...]
     num_trajectories: int
     generated_tokens: int
     recomputed_tokens: int
@@ -97,7 +115,8 @@ class Simulation:
         self._moving_s = self._role_s_at = 0.0
         self._role_s = dict.fromkeys(Role, 0.0)
         self._window: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW_STEPS + 1)
-        self._decisions: list[str] = []
+        self._decisions: list[Decision] = []
+        self._timeline = Timeline()
 
     @property
     def coordinator_state(self) -> State:
@@ -109,22 +128,27 @@ class Simulation:
         """Devices in a role or on their way to one: always all that the split began with."""
         return self._in_roles() + self._num_moving
 
-    def run(self, on_step: Callable[[StepRecord], None] | None = None) -> SimResult:
+    def run(self, on_sample: Callable[[Sample], None] | None = None) -> SimResult:
         """Run until all steps are done.
 
         Args:
-            on_step: for a display.
+            on_sample: for a display; called a few hundred times in a long run.
 
         Raises:
             RunError: nothing can happen any more and steps are left; names what is open.
         """
-        self._on_step_shown = on_step
         self._start()
-        done, kernel = self._setup.num_steps, self.kernel
+        done, kernel, timeline = self._setup.num_steps, self.kernel, self._timeline
         while len(self._train.steps) < done:
+            if kernel.now_s() >= timeline.due_at_s:
+                sample = self._sample()
+                timeline.add(sample)
+                if on_sample is not None:
+                    on_sample(sample)
             if not kernel.step():
                 raise RunError(self._describe_stall())
         self._account_roles()
+        timeline.add(self._sample())
         return self._result()
 
     def _start(self) -> None:
@@ -157,15 +181,60 @@ class Simulation:
         totals = self._rollout.totals()
         self._window.append((totals.busy_s, self._train.busy_device_s, self._reward.busy_device_s))
         snapshot = self.snapshot()
-        plan = checked(self._policy_name, self._policy.decide(snapshot), snapshot)
+        plan = checked(self._policy_name, self._decide(snapshot), snapshot)
         if plan.split != snapshot.split and snapshot.is_moving:
             # One move at a time, as live: devices on their way cannot be given away again.
             plan = Plan(split=snapshot.split, reason=f"a move is under way, {plan.split} has to wait")
-        self._decisions.append(f"{plan.log_line(snapshot)} ({plan.reason})")
-        if plan.split != snapshot.split:
+        is_change = plan.split != snapshot.split
+        self._decisions.append(
+            Decision(
+                step=snapshot.step,
+                at_s=snapshot.at_s,
+                line=plan.log_line(snapshot),
+                reason=plan.reason,
+                is_change=is_change,
+                is_due=plan.is_due or is_change,
+            )
+        )
+        if is_change:
             self._carry_out(plan)
-        if self._on_step_shown is not None:
-            self._on_step_shown(record)
+
+    def _decide(self, snapshot: Snapshot) -> Plan:
+        try:
+            plan: object = self._policy.decide(snapshot)
+        except SteelyardError:
+            raise
+        except Exception as error:
+            # Policies of other packages may raise anything: whose fault it is must be said, not shown as ours.
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise RunError(
+                f"policy {self._policy_name} at step {snapshot.step} must return a plan, but raised "
+                f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+            ) from error
+        if not isinstance(plan, Plan):
+            raise InputError(
+                f"policy {self._policy_name} at step {snapshot.step} must return a steelyard Plan, got {plan!r}"
+            )
+        return plan
+
+    def _sample(self) -> Sample:
+        totals = self._rollout.totals()
+        groups = self._coordinator.state.live_groups.values()
+        return Sample(
+            at_s=self.kernel.now_s(),
+            step=len(self._train.steps),
+            rollout=self._rollout.num_devices,
+            train=self._train.num_devices,
+            reward=self._split.reward,
+            moving=self._num_moving,
+            num_live=self._rollout.num_live,
+            rollout_queue=self._rollout.num_waiting,
+            train_backlog=sum(group.num_accepted for group in groups if group.state is GroupState.COMPLETE),
+            reward_queue=self._reward.num_waiting,
+            rollout_busy_s=totals.busy_s,
+            reward_busy_s=self._reward.busy_device_s,
+            generated_tokens=totals.decode_tokens,
+        )
 
     def snapshot(self) -> Snapshot:
         """What a policy sees now."""
@@ -283,6 +352,7 @@ class Simulation:
             bound=lower_bound(self._setup),
             steps=steps,
             decisions=tuple(self._decisions),
+            timeline=self._timeline.samples,
             num_trajectories=len(steps) * self._setup.groups_per_batch * self._setup.group_size,
             generated_tokens=totals.decode_tokens,
             recomputed_tokens=totals.recomputed_tokens,

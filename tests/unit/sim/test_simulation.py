@@ -90,7 +90,7 @@ def test_a_starved_stage_gets_devices_from_the_queue_policy() -> None:
     made = setup(num_steps=12, max_policy_lag=2)
     policy = QueuePolicy(adjust_interval_steps=2, queue_weight=0.0)
     _, result = run(made, policy, Split(rollout=2, train=6))
-    assert any("=> adjust" in line for line in result.decisions)
+    assert any("=> adjust" in decision.line for decision in result.decisions)
     assert result.steps[-1].num_devices < 6
 
 
