@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 a check failed, 2 bad input, 3 the run failed and can be r
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -61,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def exit_code(command: Callable[[], int]) -> int:
     """The exit code of ``command``; what it raises on purpose is one line on standard error."""
     try:
-        return command()
+        code = command()
+        sys.stdout.flush()
+        return code
     except InputError as error:
         return _complain(str(error), EXIT_BAD_INPUT)
     except SteelyardError as error:
@@ -69,8 +72,8 @@ def exit_code(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) has seen enough; the interpreter must not complain while it flushes.
-        sys.stderr.close()
+        # The reader (head, less) has seen enough; the interpreter must not complain while it flushes the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
 
 

@@ -41,7 +41,10 @@ def read_file(path: Path, wanted: Wanted) -> Assumed:
     for override in wanted.overrides:
         config_file.apply_override(tree, override)
     if _is_config(tree):
-        return scenario_from_config(config_file.from_tree(tree, is_live=False), wanted)
+        config = config_file.from_tree(tree, is_live=False)
+        # The default name of a run says nothing about it; its file's does.
+        name = config.run.name if "name" in (tree.get("run") or {}) else path.stem
+        return scenario_from_config(config, name, wanted)
     scenario = read_scenario(tree, str(path))
     if wanted.device is not None:
         devices = msgspec.structs.replace(scenario.devices, kind=wanted.device)
@@ -52,8 +55,8 @@ def read_file(path: Path, wanted: Wanted) -> Assumed:
     return Assumed(scenario=scenario, notes=())
 
 
-def scenario_from_config(config: Config, wanted: Wanted) -> Assumed:
-    """The scenario of a checked configuration; models that are not there are replaced, and that is told.
+def scenario_from_config(config: Config, name: str, wanted: Wanted) -> Assumed:
+    """The scenario ``name`` of a checked configuration; models that are not there are replaced, and that is told.
 
     Raises:
         InputError: names what cannot be.
@@ -64,6 +67,7 @@ def scenario_from_config(config: Config, wanted: Wanted) -> Assumed:
     return scenario_of(
         config,
         Choices(
+            name=name,
             model=model,
             architecture=read_model(model, Path()),
             reward_model=None if reward is None else _present_model(reward, "model.reward", notes),

@@ -1,5 +1,6 @@
 """Areas upon each other over time: what a fixed number of things is doing, as shares of a whole."""
 
+import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -85,5 +86,5 @@ def _hovers(axes: Axes, edges: Sequence[float], areas: Sequence[Area], x_name: s
 
 
 def _mean(edges: Sequence[float], area: Area) -> float:
-    widths = [right - left for left, right in zip(edges, edges[1:], strict=False)]
+    widths = [right - left for left, right in itertools.pairwise(edges)]
     return sum(width * value for width, value in zip(widths, area.values, strict=True)) / sum(widths)

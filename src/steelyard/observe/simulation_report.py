@@ -118,7 +118,7 @@ def _facts(result: SimResult, max_policy_lag: int) -> tuple[Fact, ...]:
         Fact(
             name="Moves of devices",
             value=integer(moves),
-            detail=f"{integer(result.num_events)} events, {integer(result.num_transitions)} transitions of the coordinator",
+            detail=f"in {integer(result.num_events)} events of the simulation",
         ),
     )
 

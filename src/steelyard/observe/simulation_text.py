@@ -12,7 +12,7 @@ from steelyard.sim.simulation import SimResult
 
 _BINDING = {
     "work": "the devices' arithmetic and memory traffic",
-    "lag": "the bound on the lag: places of groups, each held for its slowest member",
+    "lag": "places within the lag bound, each held for the slowest member of its group",
     "path": "the longest trajectory",
     "trainer": "training steps one after the other",
     "slots": "slots of tools or graders",
@@ -47,7 +47,7 @@ def result_lines(scenario: Scenario, result: SimResult) -> list[str]:
     return [
         f"  {len(result.steps)} steps in {result.makespan_s:,.1f} s: {result.trajectories_per_s:,.3f} trajectories/s, "
         f"{result.generated_tokens / result.makespan_s:,.0f} sampled tokens/s",
-        f"  {result.bound_share:.1%} of the proven bound ({result.bound.makespan_s:,.1f} s, by {result.bound.binding}: "
+        f"  {result.bound_share:.1%} of the proven bound ({result.bound.makespan_s:,.1f} s, by {result.bound.binding}, "
         f"{binding_words(result.bound.binding)})",
         f"  idle: {idle}",
         f"  lag at consumption {result.mean_lag:.2f} of {scenario.max_policy_lag} steps; "

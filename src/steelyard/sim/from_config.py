@@ -36,6 +36,7 @@ class Choices(Record, frozen=True, kw_only=True):
     """What stands beside a configuration.
 
     Attributes:
+        name: of the scenario.
         model: how the policy's architecture is named in the scenario; ``reward_model`` likewise, None: a function.
         architecture: of ``model``, to see how many devices a replica takes.
         device: the kind of all devices; None: :data:`DEFAULT_DEVICE`, which is told.
@@ -43,6 +44,7 @@ class Choices(Record, frozen=True, kw_only=True):
         notes: what was assumed already.
     """
 
+    name: str
     model: str
     architecture: Architecture
     reward_model: str | None = None
@@ -78,7 +80,7 @@ def scenario_of(config: Config, choices: Choices) -> Assumed:
     if choices.traces is None:
         notes.append(_words_of_work(config))
     scenario = Scenario(
-        name=config.run.name,
+        name=choices.name,
         devices=DevicesPart(kind=device, total=total),
         model=choices.model,
         split=Split(
@@ -143,7 +145,7 @@ def _rollout_tp(architecture: Architecture, device: str, num_devices: int) -> in
 
 
 def _drawn_work(config: Config) -> SyntheticSpec:
-    """Work within the limits of the configuration: half of them in the median, with a spread of 0.6 in the logarithm."""
+    """Work within the configuration's limits: half of them in the median, with a spread of 0.6 in the logarithm."""
     rollout, context = config.rollout, config.model.max_context_tokens
     call_s = config.sandbox.call_deadline_s
     return SyntheticSpec(
@@ -163,6 +165,6 @@ def _words_of_work(config: Config) -> str:
     return (
         f"trajectories are drawn, as a configuration does not tell their lengths (--traces FILE does): around "
         f"{work.turns.median:g} turns of {work.generated_tokens.median:g} sampled tokens and {work.tool_s.median:g} s "
-        f"in a tool, at most {work.turns.longest:g} of {work.generated_tokens.longest:g} and {work.tool_s.longest:g} s, "
-        f"in a context of at most {work.max_context_tokens:,} tokens"
+        f"in a tool, at most {work.turns.longest:g} of {work.generated_tokens.longest:g} and "
+        f"{work.tool_s.longest:g} s, in a context of at most {work.max_context_tokens:,} tokens"
     )

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from steelyard.allocation.policies import QueuePolicy
-from steelyard.cli.simulate import read_workload
+from steelyard.cli.simulation_input import read_workload
 from steelyard.errors import InputError
 from steelyard.sim.scenario import PolicyPart, make_limits, make_policy, make_setup, read_scenario
 
@@ -30,10 +30,13 @@ def test_every_shipped_scenario_can_be_simulated(path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"stepz": 3}, "s.yaml: Object contains unknown field `stepz`"),
-        ({"steps": "many"}, r"s.yaml: Expected `int`, got `str` - at `\$.steps`"),
+        ({"stepz": 3}, "s.yaml: stepz is not a scenario key; the nearest is steps"),
+        ({"polcy": {"kind": "queue"}}, "s.yaml: polcy.kind is not a scenario key; the nearest is policy.kind"),
+        ({"synthetic": {"phases": [{"shap": "ramp"}]}}, r"synthetic\.phases\.shap is .* nearest is .*phases\.shape"),
+        ({"steps": "many"}, r"s.yaml: steps must be of type int, got str"),
+        ({"split": 4}, "s.yaml: split must be a section of keys, got 4"),
         ({"synthetic": None}, "exactly one of synthetic and traces must be given"),
-        ({"devices": {"kind": "A800"}}, r"missing required field `total` - at `\$.devices`"),
+        ({"devices": {"kind": "A800"}}, r"devices\.total must be given, and is missing"),
         ({"corrections": {"memory": 0.5}}, "corrections.memory must be >= 1"),
     ],
 )
