@@ -5,6 +5,9 @@ a *span* of steps is one event: it ends with the first sequence that ends, with 
 KV has grown by a few per cent, and the time of a step is taken at the span's middle. What arrives meanwhile joins at
 the end of the step under way, as in an engine. A span costs O(log n), whatever the batch.
 
+A step computes ``chunk_tokens`` of waiting prompts beside the batch, in their order: many short ones at once, or a part
+of a long one.
+
 KV is held for running sequences and, while there is room, for attempts between two turns (least recently used go
 first). A running batch that outgrows the memory puts back its newest sequence whole; it is computed again later, its
 tokens kept. A call is let in while the growth that running ones are expected to have still fits.
@@ -80,7 +83,9 @@ class SimReplica:
 
     Args:
         max_running: sequences in a batch.
-        chunk_tokens: tokens of prompts that a step computes beside the batch.
+        chunk_tokens: tokens of prompts that a step computes beside the batch, over all of them.
+        kv_tokens_limit: of its KV memory, where an engine sets it; else what fits beside the weights.
+        block_tokens: a kept prefix is used again in whole blocks of so many tokens.
     """
 
     name: str
@@ -88,12 +93,16 @@ class SimReplica:
     cost: ServingCost
     max_running: int = 256
     chunk_tokens: int = 2048
+    kv_tokens_limit: int | None = None
+    block_tokens: int = 1
     totals: ReplicaTotals = field(default_factory=ReplicaTotals)
 
     def __post_init__(self) -> None:
-        self.kv_capacity_tokens = self.cost.kv_capacity_tokens
+        fits = self.cost.kv_capacity_tokens
+        self.kv_capacity_tokens = fits if self.kv_tokens_limit is None else min(fits, self.kv_tokens_limit)
         self._waiting: deque[SimCall] = deque()
-        self._prefilling: SimCall | None = None
+        self._prefilling: dict[SimCall, None] = {}
+        self._prefill_kv = self._prefill_left = 0
         self._running: dict[SimCall, None] = {}
         self._ends: list[tuple[int, int, SimCall]] = []
         self._kept: OrderedDict[str, int] = OrderedDict()
@@ -109,8 +118,8 @@ class SimReplica:
 
     @property
     def num_running(self) -> int:
-        """Sequences in the batch, the one whose prompt is being computed included."""
-        return len(self._running) + (self._prefilling is not None)
+        """Sequences in the batch, those whose prompts are being computed included."""
+        return len(self._running) + len(self._prefilling)
 
     @property
     def num_waiting(self) -> int:
@@ -120,8 +129,7 @@ class SimReplica:
     @property
     def kv_tokens(self) -> int:
         """Tokens in the KV memory, kept prefixes included."""
-        held = self._prefilling.kv_tokens if self._prefilling is not None else 0
-        return self._running_kv + held + self._kept_tokens
+        return self._running_kv + self._prefill_kv + self._kept_tokens
 
     def submit(self, call: SimCall) -> None:
         """Take a call.
@@ -142,7 +150,7 @@ class SimReplica:
         if call.is_over:
             return
         call.is_over = True
-        if call in self._running or call is self._prefilling:
+        if call in self._running or call in self._prefilling:
             self._cancelled.append(call)
             self._interrupt()
         else:
@@ -159,16 +167,17 @@ class SimReplica:
 
     def evict(self) -> tuple[SimCall, ...]:
         """The replica is gone: every call that is open, ended without a result."""
-        open_calls = (*self._waiting, *self._running, *([self._prefilling] if self._prefilling else ()))
+        open_calls = (*self._waiting, *self._running, *self._prefilling)
         for call in open_calls:
             call.is_over = True
         if self._span is not None:
             self._span.timer.cancel()
-        self._span, self._prefilling = None, None
+        self._span = None
         self._waiting.clear()
         self._running.clear()
+        self._prefilling.clear()
         self._kept.clear()
-        self._kept_tokens = self._running_kv = 0
+        self._kept_tokens = self._running_kv = self._prefill_kv = self._prefill_left = 0
         return open_calls
 
     def release(self, attempt_id: str) -> None:
@@ -201,23 +210,27 @@ class SimReplica:
         self._num_steps += span.num_steps
         self._running_kv += span.num_steps * len(self._running)
         self.totals.decode_tokens += span.num_steps * len(self._running)
-        self._compute_prompt(span)
+        self._compute_prompts(span.num_steps * span.prefill_per_step)
         self._drop_cancelled()
         self._finish_ended()
         self._plan()
 
-    def _compute_prompt(self, span: _Span) -> None:
-        call = self._prefilling
-        if call is not None and span.prefill_per_step:
-            computed = min(call.to_prefill, span.num_steps * span.prefill_per_step)
+    def _compute_prompts(self, num_tokens: int) -> None:
+        """So many tokens of the prompts at the front."""
+        for call in tuple(self._prefilling) if num_tokens else ():
+            computed = min(call.to_prefill, num_tokens)
+            num_tokens -= computed
             call.to_prefill -= computed
+            self._prefill_left -= computed
             self.totals.prefill_tokens += computed
             if call.to_prefill == 0:
                 self._begin_decoding(call)
+            if num_tokens == 0:
+                return
 
     def _begin_decoding(self, call: SimCall) -> None:
         """The step that ends a prompt samples its first token."""
-        self._prefilling = None
+        self._stop_prefilling(call)
         call.num_sampled += 1
         self.totals.decode_tokens += 1
         call.started = self._num_steps - call.num_sampled
@@ -231,11 +244,16 @@ class SimReplica:
         for call in self._cancelled:
             if call in self._running:
                 self._stop_running(call)
-            elif call is self._prefilling:
-                self._prefilling = None
+            elif call in self._prefilling:
+                self._stop_prefilling(call)
             elif call in self._waiting:
                 self._waiting.remove(call)
         self._cancelled.clear()
+
+    def _stop_prefilling(self, call: SimCall) -> None:
+        del self._prefilling[call]
+        self._prefill_kv -= call.kv_tokens
+        self._prefill_left -= call.to_prefill
 
     def _stop_running(self, call: SimCall) -> None:
         del self._running[call]
@@ -274,34 +292,38 @@ class SimReplica:
         return self.kv_tokens + num_tokens <= self.kv_capacity_tokens
 
     def _admit(self) -> None:
-        """Begin with the first waiting call, if it fits beside a step's growth of the batch."""
-        if self._prefilling is not None or not self._waiting or len(self._running) >= self.max_running:
-            return
-        call = self._waiting[0]
-        kept = self._kept.pop(call.attempt_id, 0)
-        self._kept_tokens -= kept
-        # Those that run have, on average, half of their tokens still to come, and a token each at the least: who is let
-        # in must not be put back before it has sampled.
-        growth = max(1.0, self._mean_new_tokens / 2) * (len(self._running) + 1) if self._running else 1.0
-        if not self._make_room(call.kv_tokens + math.ceil(growth)):
-            if kept:
-                self._keep(call.attempt_id, kept)
-            return
-        self._waiting.popleft()
-        reused = min(kept, call.kv_tokens - 1)
+        """Begin with waiting calls, in order, until a step is full or one does not fit beside the batch's growth."""
+        while self._waiting and self._prefill_left < self.chunk_tokens and self.num_running < self.max_running:
+            call = self._waiting[0]
+            kept = self._kept.pop(call.attempt_id, 0)
+            self._kept_tokens -= kept
+            # Those that run have, on average, half of their tokens still to come, and a token each at the least: who is
+            # let in must not be put back before it has sampled.
+            num_running = self.num_running
+            growth = max(1.0, self._mean_new_tokens / 2) * (num_running + 1) if num_running else 1.0
+            if not self._make_room(call.kv_tokens + math.ceil(growth)):
+                if kept:
+                    self._keep(call.attempt_id, kept)
+                return
+            self._waiting.popleft()
+            self._begin_prefilling(call, min(kept - kept % self.block_tokens, call.kv_tokens - 1))
+
+    def _begin_prefilling(self, call: SimCall, reused: int) -> None:
         call.to_prefill = call.kv_tokens - reused
         if call.num_sampled:
             self.totals.recomputed_tokens += call.to_prefill
         else:
             self.totals.cached_tokens += reused
-        self._prefilling = call
+        self._prefilling[call] = None
+        self._prefill_kv += call.kv_tokens
+        self._prefill_left += call.to_prefill
 
     def _put_back(self) -> None:
         """Take sequences out, the newest first, until the batch can grow by a step."""
         while self._running and not self._make_room(len(self._running)):
-            call = self._prefilling
-            if call is not None:
-                self._prefilling = None
+            if self._prefilling:
+                call = next(reversed(self._prefilling))
+                self._stop_prefilling(call)
             elif len(self._running) > 1:
                 call = next(reversed(self._running))
                 self._stop_running(call)
@@ -319,19 +341,19 @@ class SimReplica:
             return
         self._put_back()
         self._admit()
-        call, num_running = self._prefilling, len(self._running)
-        if call is None and num_running == 0:
+        num_running = len(self._running)
+        if not num_running and not self._prefilling:
             return
-        chunk = min(call.to_prefill, self.chunk_tokens) if call is not None else 0
-        num_steps = self._span_steps(call, chunk)
+        num_steps = self._span_steps()
         self._make_room(num_running * num_steps)
         grown = self._running_kv + num_running * num_steps / 2
+        chunk, pairs, num_ends = self._prompt_work(num_steps)
         work = StepWork(
             num_decoding=num_running,
             kv_tokens=grown,
             prefill_tokens=chunk,
-            prefill_pairs=chunk * (call.kv_tokens - (call.to_prefill - 1) / 2) if call is not None else 0.0,
-            num_prompts=1 if call is not None else 0,
+            prefill_pairs=pairs,
+            num_prompts=num_ends,
         )
         step_s = self.cost.step_s(work)
         timer = self.kernel.after(num_steps * step_s, self._on_span_end)
@@ -353,15 +375,35 @@ class SimReplica:
     def _forget_kv(self) -> None:
         self._kept.clear()
         self._kept_tokens = 0
-        begun = [*self._running, *([self._prefilling] if self._prefilling is not None else ())]
-        self._prefilling = None
-        for call in reversed(begun):
+        for call in reversed((*self._running, *self._prefilling)):
             if call in self._running:
                 self._stop_running(call)
+            else:
+                self._stop_prefilling(call)
             self._waiting.appendleft(call)
 
-    def _span_steps(self, call: SimCall | None, chunk: int) -> int:
-        limits = [math.ceil(call.to_prefill / chunk)] if call is not None else []
+    def _prompt_work(self, num_steps: int) -> tuple[int, float, int]:
+        """Of one step at the middle of the span: tokens of prompts, the context before them in sum, prompts that end.
+
+        A step that ends no prompt computes the output of one token all the same.
+        """
+        left, pairs, num_ends = self.chunk_tokens, 0.0, 0
+        for call in self._prefilling:
+            part = min(call.to_prefill, left)
+            before = call.kv_tokens - call.to_prefill + (num_steps - 1) * part / 2
+            pairs += part * (before + (part + 1) / 2)
+            num_ends += part == call.to_prefill
+            left -= part
+            if left == 0:
+                break
+        chunk = self.chunk_tokens - left
+        return chunk, pairs, max(num_ends, min(chunk, 1))
+
+    def _span_steps(self) -> int:
+        limits = list[int]()
+        if self._prefilling:
+            # While a long prompt fills whole steps they are alike; one that it shares with others stands alone.
+            limits.append(max(1, next(iter(self._prefilling)).to_prefill // self.chunk_tokens))
         if self._running:
             num_running = len(self._running)
             while not self._is_current(self._ends[0]):

@@ -92,7 +92,16 @@ class RolloutStage:
         """A replica that holds ``version`` proven, from now on."""
         self._num_started += 1
         name = f"r{self._num_started:05d}"
-        replica = SimReplica(name, self._kernel, cost, max_running=self._setup.max_running)
+        engine = self._setup.engine
+        replica = SimReplica(
+            name,
+            self._kernel,
+            cost,
+            max_running=self._setup.max_running,
+            chunk_tokens=engine.chunk_tokens,
+            kv_tokens_limit=engine.kv_tokens,
+            block_tokens=engine.block_tokens,
+        )
         state = ReplicaState(name, self._fleet, self.dispatch_soon)
         state.capacity_tokens = replica.kv_capacity_tokens
         self._states[name], self._served[name] = state, _Served(replica, state, version)
@@ -271,7 +280,8 @@ class RolloutStage:
             else:
                 self._end(attempt)
 
-        self._kernel.after(attempt.trajectory.turns[attempt.turn].tool_s, returned)
+        tool_s = attempt.trajectory.turns[attempt.turn].tool_s
+        self._kernel.after(tool_s + self._setup.engine.call_s, returned)
 
     def _lose(self, attempt: _Attempt, reason: str) -> None:
         self._end(attempt)

@@ -2,6 +2,7 @@
 
 from steelyard.allocation.architecture import Architecture
 from steelyard.allocation.devices import DeviceKind
+from steelyard.allocation.engine_limits import EngineLimits
 from steelyard.allocation.moving_cost import MovingRates
 from steelyard.allocation.roofline import Corrections
 from steelyard.allocation.workload import GroupWork, Workload
@@ -40,6 +41,7 @@ class SimSetup(Record, frozen=True, kw_only=True):
         element_bytes: of weights and KV.
         max_tokens: what one model call may sample at most; admission to replicas starts from it.
         recompute_kv: KV is computed again when weights change under running sequences; else it is kept.
+        engine: what the engine of a replica allows itself beside that.
     """
 
     name: str
@@ -58,6 +60,7 @@ class SimSetup(Record, frozen=True, kw_only=True):
     element_bytes: int = 2
     max_tokens: int = 32_768
     recompute_kv: bool = True
+    engine: EngineLimits = EngineLimits()
 
     def __post_init__(self) -> None:
         least = 3 if self.reward.model is not None else 2

@@ -64,6 +64,34 @@ def test_a_batch_takes_little_more_time_than_its_longest() -> None:
     assert together.kernel.now_s() < 1.5 * alone.kernel.now_s()
 
 
+def test_short_prompts_share_a_step_and_a_long_one_takes_whole_steps() -> None:
+    one = rig(chunk_tokens=100)
+    for name in ("a", "b", "c"):
+        one.call(name, 40, 1)
+    one.call("long", 300, 1)
+    one.kernel.run()
+    cost = one.replica.cost
+
+    def step_s(prompts: int, *parts: tuple[int, int]) -> float:
+        pairs = sum(n * at + n * (n + 1) / 2 for at, n in parts)
+        return cost.step_s(StepWork(prefill_tokens=sum(n for _, n in parts), prefill_pairs=pairs, num_prompts=prompts))
+
+    # The first came alone and began at once; the others share what a step computes, each where the last one left off.
+    steps = [
+        step_s(1, (0, 40)),
+        step_s(2, (0, 40), (0, 40), (0, 20)),
+        step_s(1, (20, 100)),
+        step_s(1, (120, 100)),
+        step_s(1, (220, 80)),
+    ]
+    ends = [0.0]
+    for step in steps:
+        ends.append(ends[-1] + step)
+    expected = [("a", ends[1]), ("b", ends[2]), ("c", ends[2]), ("long", ends[5])]
+    assert [name for name, _ in one.done] == [name for name, _ in expected]
+    assert [at_s for _, at_s in one.done] == pytest.approx([at_s for _, at_s in expected])
+
+
 def test_the_prefix_of_an_attempt_is_not_computed_twice_while_there_is_room() -> None:
     one = rig()
     one.call("a", 1000, 50)
