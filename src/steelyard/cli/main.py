@@ -23,6 +23,7 @@ from steelyard.cli import (
     simulate,
     sweep,
     train,
+    whatif,
     worker,
 )
 from steelyard.errors import InputError, SteelyardError
@@ -36,7 +37,7 @@ EXIT_INTERRUPTED = 130
 _COMMANDS = (
     *(train, evaluate, audit, show, doctor, sweep, cancel, check_template),
     *(coordinator, key, worker, scorer),
-    *(capacity, simulate),
+    *(capacity, simulate, whatif),
 )
 
 _DESCRIPTION = """\

@@ -76,7 +76,9 @@ def scenario_of(config: Config, choices: Choices) -> Assumed:
     if tp > 1:
         notes.append(f"a replica takes {tp} devices, for the model does not fit into fewer")
     if config.weights.mode == "pinned":
-        notes.append("replicas go over to new weights in place, under running attempts, as with weights.mode segmented")
+        notes.append(
+            "a replica goes over to new weights in place, and keeps the KV of its attempts (weights.mode pinned)"
+        )
     if choices.traces is None:
         notes.append(_words_of_work(config))
     scenario = Scenario(
@@ -96,9 +98,11 @@ def scenario_of(config: Config, choices: Choices) -> Assumed:
         reward=RewardPart(
             slots=config.scoring.num_workers * config.scoring.concurrency or None, model=choices.reward_model
         ),
+        max_live=config.rollout.max_concurrent * max(1, config.rollout.num_workers),
         max_running=config.inference.max_running,
         max_tokens=config.rollout.max_tokens,
-        recompute_kv=config.weights.kv == "recompute",
+        # A pinned attempt keeps its version and so its KV; computing that again is what segmented attempts pay.
+        recompute_kv=config.weights.mode == "segmented" and config.weights.kv == "recompute",
         seed=config.run.seed,
     )
     return Assumed(scenario=scenario, notes=tuple(notes))

@@ -165,7 +165,8 @@ class RolloutStage:
 
     def _lease(self) -> None:
         self._is_leasing_planned = False
-        for lease in self._coordinator.lease(1 << 30):
+        most = self._setup.max_live
+        for lease in self._coordinator.lease(1 << 30 if most is None else max(0, most - self.num_live)):
             group = self._setup.workload.group(int(lease.task_id))
             trajectory = group.trajectories[lease.member_index]
             self.num_live += 1
@@ -291,6 +292,8 @@ class RolloutStage:
     def _end(self, attempt: _Attempt) -> None:
         """The attempt needs no replica any more."""
         self.num_live -= 1
+        if self._setup.max_live is not None:
+            self.lease_soon()
         for name in self._dispatcher.homes.release(attempt.lease.attempt_id):
             served = self._served.get(name)
             if served is not None:

@@ -84,6 +84,7 @@ class Scenario(Record, frozen=True, kw_only=True):
     policy: PolicyPart = PolicyPart()
     reward: RewardPart = RewardPart()
     tool_slots: int | None = None
+    max_live: int | None = None
     max_running: int = 256
     max_tokens: int = 32_768
     recompute_kv: bool = True
@@ -149,6 +150,7 @@ def make_setup(
             model=None if reward.model is None else model_of(reward.model),
         ),
         tool_slots=scenario.tool_slots,
+        max_live=scenario.max_live,
         max_running=scenario.max_running,
         max_tokens=scenario.max_tokens,
         recompute_kv=scenario.recompute_kv,
