@@ -41,6 +41,8 @@ class ObservedRun(Record, frozen=True, kw_only=True):
         workload: its groups in the order of their admission, those that were sampled and not trained included.
         turns: its model calls for training, in no order.
         started_at_s: when the first attempt of training was leased.
+        start_s: mean time from the lease of an attempt to its first model call; ``end_s`` from its last one to its
+            sealed artifact.
         grading_s: median time from an artifact to its score.
         num_resumed: how often it was begun again; the time in between is in its times.
     """
@@ -50,6 +52,8 @@ class ObservedRun(Record, frozen=True, kw_only=True):
     turns: tuple[ObservedTurn, ...]
     steps: tuple[ObservedStep, ...]
     started_at_s: float
+    start_s: float
+    end_s: float
     grading_s: float
     num_resumed: int
 
@@ -72,6 +76,7 @@ def observe(directory: RunDirectory) -> ObservedRun:
         facts.take(decode(record.payload))
     rows = {row.step: row for row in surviving_steps(read_rows(directory.metrics).rows)}
     groups, turns = list[GroupWork](), list[ObservedTurn]()
+    starts_s, ends_s = list[float](), list[float]()
     place_of = dict[str, int]()
     with reading_blobs(directory, config.blobs) as blobs:
         for group_id in sorted(facts.rollouts, key=lambda one: facts.positions[one]):
@@ -80,6 +85,8 @@ def observe(directory: RunDirectory) -> ObservedRun:
                 place_of[group_id] = len(groups)
                 work = tuple(trajectory_of(trace) for trace in traces)
                 groups.append(GroupWork(task_id=facts.tasks[group_id], trajectories=work))
+                starts_s += [_in_order(one)[0].started_at_s - facts.leased_at_s[one.attempt_id] for one in traces]
+                ends_s += [facts.ready_at_s[one.attempt_id] - _in_order(one)[-1].ended_at_s for one in traces]
                 turns += [
                     _observed(turn, done.new_prompt_tokens)
                     for trace, trajectory in zip(traces, work, strict=True)
@@ -94,6 +101,8 @@ def observe(directory: RunDirectory) -> ObservedRun:
         turns=tuple(turns),
         steps=steps,
         started_at_s=facts.started_at_s,
+        start_s=max(0.0, statistics.fmean(starts_s)),
+        end_s=max(0.0, statistics.fmean(ends_s)),
         grading_s=statistics.median(facts.gradings_s) if facts.gradings_s else 0.0,
         num_resumed=facts.num_resumed,
     )
@@ -185,6 +194,7 @@ class _Facts:
     rollouts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     rollout_of: dict[str, str] = field(default_factory=dict)
     sealed: dict[str, str] = field(default_factory=dict)
+    leased_at_s: dict[str, float] = field(default_factory=dict)
     ready_at_s: dict[str, float] = field(default_factory=dict)
     gradings_s: list[float] = field(default_factory=list)
     begun: dict[int, tuple[float, tuple[str, ...]]] = field(default_factory=dict)
@@ -206,6 +216,7 @@ class _Facts:
             case e.Leased() if event.rollout_id in self.trained:
                 self.started_at_s = min(self.started_at_s, event.at_s)
                 self.rollout_of[event.attempt_id] = event.rollout_id
+                self.leased_at_s[event.attempt_id] = event.at_s
             case e.ArtifactReady() if event.report.attempt_id in self.rollout_of:
                 self.sealed[self.rollout_of[event.report.attempt_id]] = event.report.attempt_id
                 self.ready_at_s[event.report.attempt_id] = event.at_s

@@ -34,6 +34,8 @@ class Speeds(Record, frozen=True, kw_only=True):
     rates: MovingRates
     engine: EngineLimits
     serving: EngineSpeed
+    start_s: float
+    end_s: float
     grading_s: float
     num_steps: int
 
@@ -77,6 +79,8 @@ def learn_speeds(observed: ObservedRun, setup: SimSetup, kind: DeviceKind) -> Sp
         rates=_rates(steps, setup),
         engine=EngineLimits(chunk_tokens=observed.config.inference.prefill_chunk_tokens, call_s=serving.call_s),
         serving=serving,
+        start_s=observed.start_s,
+        end_s=observed.end_s,
         grading_s=observed.grading_s,
         num_steps=len(steps),
     )
@@ -93,6 +97,8 @@ def with_speeds(setup: SimSetup, speeds: Speeds) -> SimSetup:
         corrections=speeds.corrections,
         rates=speeds.rates,
         engine=speeds.engine,
+        start_s=speeds.start_s,
+        end_s=speeds.end_s,
         reward=reward,
     )
 
@@ -140,19 +146,17 @@ def agreement(observed: ObservedRun, predicted: Sequence[StepRecord], num_learnt
 
 
 def _train_compute(observed: ObservedRun, steps: Sequence[ObservedStep], setup: SimSetup) -> float:
-    """The correction with which training steps take as long as they took: the time is linear in it."""
+    """The correction with which training steps take as long as they took in sum: the time is linear in it."""
     slower = msgspec.structs.replace(setup.corrections, train_compute=2.0)
-    once, twice = (
-        TrainLayouts(setup),
-        TrainLayouts(msgspec.structs.replace(setup, corrections=slower)),
-    )
-    found, devices = list[float](), observed.config.resources.train_gpus
+    once, twice = TrainLayouts(setup), TrainLayouts(msgspec.structs.replace(setup, corrections=slower))
+    devices = observed.config.resources.train_gpus
+    took_s = once_s = twice_s = 0.0
     for step in steps:
         batch = train_batch([setup.workload.group(place) for place in step.places])
-        took_s = step.ended_at_s - step.publish_s - step.begun_at_s
-        once_s, twice_s = (layouts.best(devices, batch).step_s(batch) for layouts in (once, twice))
-        found.append(max(1.0, 1.0 + (took_s - once_s) / (twice_s - once_s)))
-    return statistics.median(found)
+        took_s += step.ended_at_s - step.publish_s - step.begun_at_s
+        once_s += once.best(devices, batch).step_s(batch)
+        twice_s += twice.best(devices, batch).step_s(batch)
+    return max(1.0, 1.0 + (took_s - once_s) / (twice_s - once_s))
 
 
 def _rates(steps: Sequence[ObservedStep], setup: SimSetup) -> MovingRates:

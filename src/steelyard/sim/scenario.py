@@ -84,6 +84,8 @@ class Scenario(Record, frozen=True, kw_only=True):
     policy: PolicyPart = PolicyPart()
     reward: RewardPart = RewardPart()
     tool_slots: int | None = None
+    start_s: float = 0.0
+    end_s: float = 0.0
     max_live: int | None = None
     max_running: int = 256
     max_tokens: int = 32_768
@@ -150,6 +152,8 @@ def make_setup(
             model=None if reward.model is None else model_of(reward.model),
         ),
         tool_slots=scenario.tool_slots,
+        start_s=scenario.start_s,
+        end_s=scenario.end_s,
         max_live=scenario.max_live,
         max_running=scenario.max_running,
         max_tokens=scenario.max_tokens,
