@@ -46,6 +46,7 @@ Train LLM agents that call tools, and prove where every trained token came from.
   steelyard train examples/quickstart.yaml      the whole loop, on a plain CPU
   steelyard show RUN                            what the agent did, one rollout at a time
   steelyard audit RUN                           prove the run from its journal and stores alone
+  steelyard simulate run.yaml                   what an allocation would achieve, without any device
 """
 
 

@@ -51,6 +51,7 @@ def run(options: argparse.Namespace) -> int:
     path = Path(options.scenario)
     wanted = Wanted(
         overrides=split_overrides(options.overrides),
+        steps=options.steps,
         device=options.device,
         traces=options.traces,
         tool_s=options.tool_s,
@@ -117,8 +118,6 @@ def _changed(scenario: Scenario, options: argparse.Namespace) -> Scenario:
     changes: dict[str, object] = {}
     if options.policy is not None and options.policy != scenario.policy.kind:
         changes["policy"] = PolicyPart(kind=options.policy)
-    if options.steps is not None:
-        changes["steps"] = options.steps
     if options.seed is not None:
         changes["seed"] = options.seed
     return msgspec.structs.replace(scenario, **changes)

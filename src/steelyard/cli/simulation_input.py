@@ -26,6 +26,7 @@ class Wanted(Record, frozen=True, kw_only=True):
     """What the command line says beside the file; None: what the file says."""
 
     overrides: tuple[str, ...] = ()
+    steps: int | None = None
     device: str | None = None
     traces: str | None = None
     tool_s: float | None = None
@@ -41,11 +42,15 @@ def read_file(path: Path, wanted: Wanted) -> Assumed:
     for override in wanted.overrides:
         config_file.apply_override(tree, override)
     if _is_config(tree):
+        if wanted.steps is not None:
+            config_file.apply_override(tree, f"train.max_steps={wanted.steps}")
         config = config_file.from_tree(tree, is_live=False)
         # The default name of a run says nothing about it; its file's does.
         name = config.run.name if "name" in (tree.get("run") or {}) else path.stem
         return scenario_from_config(config, name, wanted)
     scenario = read_scenario(tree, str(path))
+    if wanted.steps is not None:
+        scenario = msgspec.structs.replace(scenario, steps=wanted.steps)
     if wanted.device is not None:
         devices = msgspec.structs.replace(scenario.devices, kind=wanted.device)
         scenario = msgspec.structs.replace(scenario, devices=devices)
