@@ -10,9 +10,10 @@ import msgspec
 
 from steelyard.allocation.devices import DeviceKind
 from steelyard.allocation.engine_limits import EngineLimits
-from steelyard.allocation.moving_cost import MovingRates
+from steelyard.allocation.moving_cost import MovingCost, MovingRates
 from steelyard.allocation.observed_speeds import EngineSpeed, fit_engine
-from steelyard.allocation.roofline import Corrections
+from steelyard.allocation.roofline import Corrections, Roofline
+from steelyard.allocation.serving_cost import ServingCost
 from steelyard.config import Config
 from steelyard.run.observed import ObservedRun, ObservedStep
 from steelyard.sim.bound import train_batch
@@ -76,7 +77,7 @@ def learn_speeds(observed: ObservedRun, setup: SimSetup, kind: DeviceKind) -> Sp
     return Speeds(
         device=device,
         corrections=msgspec.structs.replace(corrections, train_compute=train_compute),
-        rates=_rates(steps, setup),
+        rates=_rates(steps, with_device),
         engine=EngineLimits(chunk_tokens=observed.config.inference.prefill_chunk_tokens, call_s=serving.call_s),
         serving=serving,
         start_s=observed.start_s,
@@ -160,9 +161,13 @@ def _train_compute(observed: ObservedRun, steps: Sequence[ObservedStep], setup: 
 
 
 def _rates(steps: Sequence[ObservedStep], setup: SimSetup) -> MovingRates:
-    """Rates with which publication takes as long as it took: half of it to write, half to load."""
-    moved_s = max(_LEAST_S, statistics.median(step.publish_s + step.load_s for step in steps))
-    rate = setup.model.num_parameters * setup.element_bytes / (moved_s / 2.0)
-    return msgspec.structs.replace(
-        setup.rates, storage_bytes_per_s=rate, digest_bytes_per_s=_LIMITLESS, swap_bytes_per_s=_LIMITLESS
+    """Rates with which publication takes as long as it took: half of it to write, half to load, without the proof."""
+    endless = msgspec.structs.replace(
+        setup.rates, storage_bytes_per_s=_LIMITLESS, digest_bytes_per_s=_LIMITLESS, swap_bytes_per_s=_LIMITLESS
     )
+    roofline = Roofline(setup.device, setup.corrections)
+    moving = MovingCost(setup.model, roofline, endless, setup.element_bytes)
+    proof_s = moving.swap_s(ServingCost(setup.model, roofline, 1, setup.element_bytes))
+    moved_s = statistics.median(step.publish_s + step.load_s for step in steps) - proof_s
+    rate = setup.model.num_parameters * setup.element_bytes / (max(_LEAST_S, moved_s) / 2.0)
+    return msgspec.structs.replace(endless, storage_bytes_per_s=rate)

@@ -5,20 +5,20 @@ from pathlib import Path
 
 import msgspec
 
-from steelyard.config import Config, ResourcesConfig, RolloutConfig, TrainConfig
+from steelyard.config import AdmissionConfig, Config, ResourcesConfig, RolloutConfig, TrainConfig
 from steelyard.coordinator.journal.sqlite import SqliteJournal
 from steelyard.metrics import MetricsFile
 from steelyard.observe.rows import write_row
 from steelyard.run.directory import RunDirectory, write_config
 from steelyard.testing.metrics_rows import make_step
-from steelyard.testing.run_rig import WORKER, RunRig
+from steelyard.testing.run_rig import WORKER, RunRig, make_settings
 from steelyard.testing.training_data import make_turn
 from steelyard.traces.store import TraceStore
 from steelyard.types import EndReason, Lease, Turn
 
-START_S, TOOL_S, END_S, TOKEN_S, TRAIN_S = 0.1, 0.2, 0.05, 0.01, 2.0
+START_S, TOOL_S, END_S, TOKEN_S, TRAIN_S, LOAD_S = 0.1, 0.2, 0.05, 0.01, 2.0, 0.8
 """What a run of :func:`write_run` consists of, in seconds: before an attempt's first call, between calls, after the
-last, for each sampled token, for an optimizer step."""
+last, for each sampled token, for an optimizer step, until a replica has proven its weights."""
 
 _MODEL = {
     "hidden_size": 64,
@@ -31,10 +31,12 @@ _MODEL = {
 
 
 async def write_run(path: Path, num_steps: int = 4) -> RunDirectory:
-    """A run of ``num_steps`` steps over 2 groups of 2 rollouts, of two calls each, all attempts of a step at once."""
+    """A run of ``num_steps`` steps over 2 groups of 2 rollouts, of two calls each: all attempts of a step at once, and
+    then the step, so that nothing overlaps."""
     directory = RunDirectory(path)
     directory.make_folders()
     config = Config(
+        admission=AdmissionConfig(max_policy_lag=0),
         rollout=RolloutConfig(group_size=2),
         train=TrainConfig(batch_size=4, max_steps=num_steps),
         resources=ResourcesConfig(rollout_gpus=1, train_gpus=1),
@@ -43,7 +45,7 @@ async def write_run(path: Path, num_steps: int = 4) -> RunDirectory:
     directory.version(0).mkdir()
     (directory.version(0) / "config.json").write_text(json.dumps(_MODEL))
     (directory.version(0) / "manifest.json").write_text("{}")
-    rig = await RunRig(journal=SqliteJournal(directory.journal)).start()
+    rig = await RunRig(make_settings(lag=0), journal=SqliteJournal(directory.journal)).start()
     store, metrics = TraceStore(directory.traces), MetricsFile(directory.metrics)
     for step in range(num_steps):
         while leases := await rig.coordinator.lease(WORKER, 100, 0.0):
@@ -51,9 +53,11 @@ async def write_run(path: Path, num_steps: int = 4) -> RunDirectory:
             await rig.score_all()
         await rig.begin(step)
         rig.clock.advance(TRAIN_S)
-        await rig.publish(step + 1)
+        number = await rig.publish(step + 1, is_ready=False)
+        rig.clock.advance(LOAD_S)
+        await rig.load(number)
         row = make_step(step, at_s=rig.clock.now_s(), max_steps=num_steps)
-        write_row(metrics, msgspec.structs.replace(row, train_s=TRAIN_S, publish_s=0.0, load_s=0.0))
+        write_row(metrics, msgspec.structs.replace(row, train_s=TRAIN_S, publish_s=0.0, load_s=LOAD_S))
     metrics.close()
     await store.close()
     await rig.coordinator.close()
