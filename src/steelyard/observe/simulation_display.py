@@ -16,8 +16,8 @@ class SimulationDisplay:
     def __init__(self, stream: TextIO, name: str, num_steps: int, is_quiet: bool = False) -> None:
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.completed:.0f} of {task.total:.0f} steps"),
+            BarColumn(bar_width=12),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             TextColumn("{task.fields[words]}"),
             TimeElapsedColumn(),
             console=Console(file=stream),
@@ -41,8 +41,5 @@ class SimulationDisplay:
 
 
 def words_of(sample: Sample) -> str:
-    """``virtual time 3 min 05 s, rollout=4 train=4, 12 attempts, 3 wait``."""
-    return (
-        f"virtual time {duration(sample.at_s)}, rollout={sample.rollout} train={sample.train}, "
-        f"{integer(sample.num_live)} attempts, {integer(sample.rollout_queue)} wait"
-    )
+    """``3 min 05 s, rollout=4 train=4, 12 live``: virtual time, devices, attempts; short, for 80 columns."""
+    return f"{duration(sample.at_s)}, rollout={sample.rollout} train={sample.train}, {integer(sample.num_live)} live"
