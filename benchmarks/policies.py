@@ -20,7 +20,7 @@ import yaml
 
 from steelyard.allocation.policies import FixedPolicy, QueuePolicy, RatioPolicy
 from steelyard.allocation.snapshot import Policy
-from steelyard.cli.simulate import read_workload
+from steelyard.cli.simulation_input import read_workload
 from steelyard.sim.oracle import Play, Player, find_oracle
 from steelyard.sim.scenario import make_limits, make_setup, read_scenario
 

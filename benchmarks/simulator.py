@@ -33,7 +33,7 @@ from typing import cast
 import msgspec
 import yaml
 
-from steelyard.cli.simulate import read_workload
+from steelyard.cli.simulation_input import read_workload
 from steelyard.inference.dispatcher import Dispatcher, Placed, Ticket
 from steelyard.inference.projection import Pace
 from steelyard.inference.replica_state import ReplicaState

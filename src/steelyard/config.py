@@ -337,13 +337,18 @@ class BlobsConfig(Section, frozen=True, kw_only=True):
 
 
 class AllocationConfig(Section, frozen=True, kw_only=True):
-    """Without ``policy``: ``fixed`` where resources give a split."""
+    """Who decides on devices. Without ``policy``: ``queue`` if ``scheduler.enabled``, else ``fixed``.
 
-    policy: Literal["fixed"] | None = None
+    ``options`` belong to the policy, which checks them itself. A live run knows only ``fixed`` yet; a simulation all
+    of them, those of other packages included (docs/simulator.md).
+    """
+
+    policy: str | None = None
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class SchedulerConfig(Section, frozen=True, kw_only=True):
-    """Movement of devices between roles."""
+    """Movement of devices between roles by the policy ``queue``. ``max_rollout_gpus`` None: no limit."""
 
     enabled: bool = False
     adjust_interval_steps: int = 5

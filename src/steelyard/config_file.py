@@ -4,20 +4,17 @@ An unknown key is an error that names the nearest valid one; a value of the wron
 breaks a rule is an error that starts with the field's dotted name.
 """
 
-import difflib
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import yaml
 
-from steelyard.config import Config, Section
+from steelyard.config import Config
 from steelyard.config_rules import check
 from steelyard.errors import ConfigError, InputError
-
-_FREE_FORM = {"environment.options"}
+from steelyard.keys import in_our_words, refuse_unknown_keys
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -27,27 +24,30 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
         InputError: the file cannot be read or is not YAML.
         ConfigError: a key is unknown, a value has the wrong type, or a rule is broken.
     """
-    tree = {} if path is None else _read_yaml(path)
+    tree = {} if path is None else read_yaml(path)
     for override in overrides:
-        _apply_override(tree, override)
+        apply_override(tree, override)
     return from_tree(tree)
 
 
-def from_tree(tree: dict[str, Any]) -> Config:
+def from_tree(tree: dict[str, Any], *, is_live: bool = True) -> Config:
     """The checked configuration of plain nested dicts.
+
+    Args:
+        is_live: it is to be run; else only simulated, where devices and models need not be there.
 
     Raises:
         ConfigError: as :func:`load`.
     """
     if isinstance(tree.get("runtime"), str):
         tree = {**tree, "runtime": {"kind": tree["runtime"]}}
-    _refuse_unknown_keys(tree, Config, "")
+    refuse_unknown_keys(tree, Config)
     try:
         # Not strict: YAML 1.1 reads 1e-4 as text, and an override is always text.
         config = msgspec.convert(tree, Config, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(_in_our_words(str(error))) from None
-    check(config)
+        raise ConfigError(in_our_words(str(error))) from None
+    check(config, is_live=is_live)
     return config
 
 
@@ -56,30 +56,26 @@ def to_yaml(config: Config) -> str:
     return str(yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False, allow_unicode=True))
 
 
-def known_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[str]:
-    """All dotted keys, sections included."""
-    for field in msgspec.structs.fields(section):
-        name = prefix + field.encode_name
-        yield name
-        if isinstance(field.type, type) and issubclass(field.type, Section):
-            yield from known_keys(field.type, name + ".")
+def read_yaml(path: Path, what: str = "configuration file") -> dict[str, Any]:
+    """The mapping in a YAML file, empty for an empty file. ``what`` names it in messages.
 
-
-def _read_yaml(path: Path) -> dict[str, Any]:
+    Raises:
+        InputError: the file cannot be read, is not YAML, or holds something else.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise InputError(f"the configuration file {path} must be readable, got: {error.strerror}") from None
+        raise InputError(f"the {what} {path} must be readable, got: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"the configuration file {path} must be UTF-8 text, got: {error}") from None
+        raise InputError(f"the {what} {path} must be UTF-8 text, got: {error}") from None
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise InputError(f"the configuration file {path} must be YAML, got: {_on_one_line(error)}") from None
+        raise InputError(f"the {what} {path} must be YAML, got: {_on_one_line(error)}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise InputError(f"the configuration file {path} must be a mapping of keys, got a {type(tree).__name__}")
+        raise InputError(f"the {what} {path} must be a mapping of keys, got a {type(tree).__name__}")
     return tree
 
 
@@ -91,7 +87,12 @@ def _on_one_line(error: yaml.YAMLError) -> str:
     return f"{error.problem} in line {mark.line + 1}, column {mark.column + 1}"
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Put the value of ``key.path=value`` into ``tree``.
+
+    Raises:
+        ConfigError: it does not look like that, or leads through a value.
+    """
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"an override must look like train.max_steps=10, got {override!r}")
@@ -109,50 +110,3 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             raise ConfigError(f"{key} must name a key inside a section, got {parent} which is a value")
         node = child
     node[last] = value
-
-
-def _refuse_unknown_keys(tree: dict[str, Any], section: type[Section], prefix: str) -> None:
-    fields = {field.encode_name: field for field in msgspec.structs.fields(section)}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if key not in fields:
-            raise ConfigError(_unknown_key(name, value))
-        kind = fields[key].type
-        if isinstance(kind, type) and issubclass(kind, Section):
-            if not isinstance(value, dict):
-                raise ConfigError(f"{name} must be a section of keys, got {value!r}")
-            _refuse_unknown_keys(value, kind, name + ".")
-
-
-def _unknown_key(name: str, value: Any) -> str:
-    # Where a whole section is misspelt, its first key makes the guess better and the message more useful.
-    if isinstance(value, dict) and value:
-        name = f"{name}.{next(iter(value))}"
-    return f"{name} is not a configuration key; the nearest is {_nearest(name)}"
-
-
-def _nearest(name: str) -> str:
-    """The key that was meant: one of the same section where there is such a section, else any that takes a value."""
-    keys = list(known_keys())
-    sections = {key.rpartition(".")[0] for key in keys} - {""}
-    section, _, last = name.rpartition(".")
-    if section in sections:
-        siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section]
-        return f"{section}.{_closest(last, siblings)}"
-    leaves = [key for key in keys if key not in sections]
-    return _closest(name, leaves if section else [*leaves, *sections])
-
-
-def _closest(name: str, candidates: Sequence[str]) -> str:
-    return difflib.get_close_matches(name, candidates, n=1, cutoff=0.0)[0]
-
-
-def _in_our_words(message: str) -> str:
-    found = re.match(r"(?P<rule>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?$", message, re.DOTALL)
-    if found is None or not found["path"]:
-        return message
-    rule = found["rule"]
-    wanted = re.match(r"Expected `(?P<want>[^`]*)`, got `(?P<got>[^`]*)`$", rule)
-    if wanted is not None:
-        rule = f"must be of type {wanted['want']}, got {wanted['got']}"
-    return f"{found['path']} {rule[0].lower()}{rule[1:]}"

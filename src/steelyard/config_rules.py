@@ -8,7 +8,16 @@ import re
 from collections.abc import Iterator
 from urllib.parse import parse_qsl, urlsplit
 
-from steelyard.config import BlobsConfig, Config, EmulatedConfig, HarnessConfig, JournalConfig, RouterConfig
+from steelyard.config import (
+    BlobsConfig,
+    Config,
+    EmulatedConfig,
+    HarnessConfig,
+    JournalConfig,
+    ResourcesConfig,
+    RouterConfig,
+    SchedulerConfig,
+)
 from steelyard.errors import ConfigError
 
 _NAME = r"[A-Za-z0-9_-][A-Za-z0-9_.-]*"
@@ -29,13 +38,18 @@ _VLLM_ARGUMENTS = frozenset(
 """What decides which weights serve, how tokens are sampled and stamped, and who reaches the server."""
 
 
-def check(config: Config) -> None:
+def check(config: Config, *, is_live: bool = True) -> None:
     """Check every rule.
+
+    Args:
+        is_live: it is to be run, so nothing may be asked for that only a simulation has.
 
     Raises:
         ConfigError: the first rule that is broken, in the words of the field.
     """
     for problem in _problems(config):
+        raise ConfigError(problem)
+    for problem in _not_available(config) if is_live else ():
         raise ConfigError(problem)
 
 
@@ -52,7 +66,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _vllm(config)
     yield from _router(config.inference.router)
     yield from _emulated(config.inference.emulated)
-    yield from _not_available(config)
+    yield from _scheduler(config.scheduler, config.resources)
 
 
 def _minimums(config: Config) -> Iterator[str]:
@@ -334,6 +348,25 @@ def _emulated(emulated: EmulatedConfig) -> Iterator[str]:
             yield f"inference.emulated.{name} must be a finite number {bound}, got {value}"
 
 
+def _scheduler(scheduler: SchedulerConfig, resources: ResourcesConfig) -> Iterator[str]:
+    for field in ("adjust_interval_steps", "min_rollout_gpus", "min_train_gpus"):
+        if getattr(scheduler, field) < 1:
+            yield f"scheduler.{field} must be >= 1, got {getattr(scheduler, field)}"
+    if not 0.0 <= scheduler.queue_weight <= 1.0:
+        yield f"scheduler.queue_weight must be between 0 and 1, got {scheduler.queue_weight}"
+    most = scheduler.max_rollout_gpus
+    if most is not None and most < scheduler.min_rollout_gpus:
+        yield f"scheduler.max_rollout_gpus must be >= min_rollout_gpus ({scheduler.min_rollout_gpus}), got {most}"
+    if not scheduler.enabled:
+        return
+    for role, least in (("rollout", scheduler.min_rollout_gpus), ("train", scheduler.min_train_gpus)):
+        count = getattr(resources, f"{role}_gpus")
+        if count < least:
+            yield f"resources.{role}_gpus must be >= scheduler.min_{role}_gpus ({least}), got {count}"
+    if most is not None and resources.rollout_gpus > most:
+        yield f"resources.rollout_gpus must be <= scheduler.max_rollout_gpus ({most}), got {resources.rollout_gpus}"
+
+
 def _not_available(config: Config) -> Iterator[str]:
     if config.runtime.kind != "local":
         yield f"runtime.kind must be local in this version, got {config.runtime.kind}"
@@ -349,3 +382,5 @@ def _not_available(config: Config) -> Iterator[str]:
         yield f"rollout.num_workers must be 0 or 1 in this version, got {config.rollout.num_workers}"
     if config.scheduler.enabled:
         yield "scheduler.enabled must be false in this version, got true"
+    if config.allocation.policy not in (None, "fixed"):
+        yield f"allocation.policy must be fixed in this version, got {config.allocation.policy}"

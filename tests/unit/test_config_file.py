@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from steelyard import config_file
 from steelyard.config import Config
 from steelyard.errors import ConfigError, InputError
+from steelyard.keys import known_keys
 
 
 def test_defaults_are_valid_and_survive_a_round_trip_through_yaml() -> None:
@@ -70,10 +71,10 @@ def test_a_missing_file_and_one_that_is_no_mapping_are_input_errors(tmp_path: Pa
         config_file.load(path)
 
 
-@given(st.sampled_from(sorted(config_file.known_keys())), st.integers(0, 30), st.characters(categories=["Ll"]))
+@given(st.sampled_from(sorted(known_keys(Config))), st.integers(0, 30), st.characters(categories=["Ll"]))
 def test_every_misspelt_key_is_refused_and_the_message_names_a_valid_key(key: str, at: int, letter: str) -> None:
     spoilt = key[: at % len(key)] + letter + key[at % len(key) :]
-    keys = set(config_file.known_keys())
+    keys = set(known_keys(Config))
     if spoilt in keys or "." not in spoilt or spoilt.startswith("environment.options."):
         return
     with pytest.raises(ConfigError) as caught:

@@ -18,6 +18,7 @@ BASE = {
     "config_notes",
     "config_rules",
     "ids",
+    "keys",
     "metrics",
     "digests",
     "log",

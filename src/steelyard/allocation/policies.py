@@ -9,7 +9,7 @@ class FixedPolicy:
 
     def decide(self, snapshot: Snapshot) -> Plan:
         """See :class:`steelyard.allocation.snapshot.Policy`."""
-        return Plan(split=snapshot.split, reason="the split is fixed", gain_frac=0.0)
+        return Plan(split=snapshot.split, reason="the split is fixed", gain_frac=0.0, is_due=False)
 
 
 class QueuePolicy:
@@ -45,7 +45,7 @@ class QueuePolicy:
     def decide(self, snapshot: Snapshot) -> Plan:
         """See :class:`steelyard.allocation.snapshot.Policy`."""
         if snapshot.step == 0 or snapshot.step % self._interval_steps:
-            return Plan(split=snapshot.split, reason=f"decides every {self._interval_steps} steps")
+            return Plan(split=snapshot.split, reason=f"decides every {self._interval_steps} steps", is_due=False)
         if snapshot.is_moving:
             return Plan(split=snapshot.split, reason="a move is under way")
         score = self._queue_weight * _backlog(snapshot) + (1.0 - self._queue_weight) * _gain(snapshot)

@@ -141,11 +141,15 @@ class Snapshot(Record, frozen=True, kw_only=True):
 
 
 class Plan(Record, frozen=True, kw_only=True):
-    """What a policy wants. ``reason`` is one line for people; ``gain_frac`` the predicted gain in steps per second."""
+    """What a policy wants. ``reason`` is one line for people; ``gain_frac`` the predicted gain in steps per second.
+
+    ``is_due`` False: nothing was to be decided at this step, and no line is logged.
+    """
 
     split: Split
     reason: str
     gain_frac: float | None = None
+    is_due: bool = True
 
     def log_line(self, snapshot: Snapshot) -> str:
         """``step=15 rollout_queue=6 train_backlog=9 => adjust rollout=3 train=5``, or ``=> keep ...``."""

@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 a check failed, 2 bad input, 3 the run failed and can be r
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -23,6 +24,7 @@ from steelyard.cli import (
     simulate,
     sweep,
     train,
+    whatif,
     worker,
 )
 from steelyard.errors import InputError, SteelyardError
@@ -36,7 +38,7 @@ EXIT_INTERRUPTED = 130
 _COMMANDS = (
     *(train, evaluate, audit, show, doctor, sweep, cancel, check_template),
     *(coordinator, key, worker, scorer),
-    *(capacity, simulate, calibrate),
+    *(capacity, simulate, whatif, calibrate),
 )
 
 _DESCRIPTION = """\
@@ -45,6 +47,7 @@ Train LLM agents that call tools, and prove where every trained token came from.
   steelyard train examples/quickstart.yaml      the whole loop, on a plain CPU
   steelyard show RUN                            what the agent did, one rollout at a time
   steelyard audit RUN                           prove the run from its journal and stores alone
+  steelyard simulate run.yaml                   what an allocation would achieve, without any device
 """
 
 
@@ -62,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def exit_code(command: Callable[[], int]) -> int:
     """The exit code of ``command``; what it raises on purpose is one line on standard error."""
     try:
-        return command()
+        code = command()
+        sys.stdout.flush()
+        return code
     except InputError as error:
         return _complain(str(error), EXIT_BAD_INPUT)
     except SteelyardError as error:
@@ -70,8 +75,8 @@ def exit_code(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) has seen enough; the interpreter must not complain while it flushes.
-        sys.stderr.close()
+        # The reader (head, less) has seen enough; the interpreter must not complain while it flushes the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
 
 

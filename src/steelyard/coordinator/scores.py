@@ -47,6 +47,11 @@ class Scoring:
         self._expiries: list[tuple[float, str]] = []
         core.subscribe(fx.ScoreWaits, self._on_waits)
 
+    @property
+    def num_waiting(self) -> int:
+        """Sealed artifacts that no scorer has taken yet, those of attempts that ended meanwhile included."""
+        return len(self._queue)
+
     def grant(self, worker_id: str, max_jobs: int, held: frozenset[str] | None = None) -> tuple[ScoreJob, ...]:
         """Up to ``max_jobs`` jobs, oldest artifact first.
 

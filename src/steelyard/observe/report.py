@@ -1,24 +1,20 @@
 """The report of a run: one static HTML file that needs nothing but itself, from whatever rows there are."""
 
-import os
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-import jinja2
 import msgspec
 
-from steelyard.errors import StorageFailed
 from steelyard.observe import report_tables
 from steelyard.observe.books import BookTable, prompt_table, token_table
 from steelyard.observe.interval_chart import interval_chart
+from steelyard.observe.page import moment, page_template, write_page
 from steelyard.observe.report_tables import Fact
 from steelyard.observe.rows import BooksRow, RunRows, of_type, surviving_steps
 from steelyard.observe.run_charts import chart_groups
 from steelyard.observe.wording import integer, words
 
-_TEMPLATES = Path(__file__).parent / "templates"
 _LIBRARIES = ("steelyard", "torch", "transformers", "tokenizers", "numpy", "aiohttp", "msgspec")
 
 
@@ -48,19 +44,12 @@ def render_report(report: ReportInput) -> str:
     steps = surviving_steps(rows)
     evaluations = report_tables.newest_evaluations(rows)
     books = of_type(rows, BooksRow)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("report.html.jinja").render(
+    return page_template("report.html.jinja").render(
         report=report,
         status=report_tables.status(rows),
         headline=report_tables.headline(evaluations, steps),
-        started=_moment(rows[0].at_s) if rows else "",
-        made=_moment(report.made_at_s),
+        started=moment(rows[0].at_s) if rows else "",
+        made=moment(report.made_at_s),
         verdicts=report_tables.verdicts(evaluations),
         intervals=interval_chart("Success before and after", report_tables.comparisons(evaluations)),
         facts=report_tables.facts(rows),
@@ -79,17 +68,7 @@ def write_report(path: Path, report: ReportInput) -> None:
     Raises:
         StorageFailed: the disk refuses.
     """
-    text = render_report(report)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise StorageFailed(f"{path} must be writable, got: {error.strerror}") from None
+    write_page(path, render_report(report))
 
 
 def installed_versions(python: str, platform: str) -> dict[str, str]:
@@ -115,7 +94,3 @@ def _books(row: BooksRow) -> tuple[BookTable, ...]:
 def _refused(row: BooksRow) -> tuple[Fact, ...]:
     reasons = sorted(row.refused.items(), key=lambda item: (-item[1], item[0]))
     return tuple(Fact(name=words(reason), value=integer(count)) for reason, count in reasons if count)
-
-
-def _moment(at_s: float) -> str:
-    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M UTC")

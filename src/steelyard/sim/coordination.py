@@ -169,6 +169,11 @@ class SimCoordinator:
 
     # --- scores ---------------------------------------------------------------------------------------
 
+    @property
+    def num_scores_waiting(self) -> int:
+        """Trajectories that wait for a grader."""
+        return self._scoring.num_waiting
+
     def lease_scores(self, max_jobs: int) -> tuple[ScoreJob, ...]:
         """Gradings to begin now."""
         return self._scoring.grant(_WORKER, max_jobs)

@@ -91,6 +91,11 @@ class DeviceMoves:
         return any(self._leaving.values()) or any(self._arriving.values())
 
     @property
+    def num_moving(self) -> int:
+        """Devices on their way from one role to another."""
+        return sum(self._arriving.values())
+
+    @property
     def num_known(self) -> int:
         """Devices in a role, on their way, without a role, or dead: always all of them."""
         return self._in_roles() + sum(self._arriving.values()) + self._free + self._num_dead

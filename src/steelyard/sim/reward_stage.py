@@ -43,6 +43,11 @@ class RewardStage:
         self.busy_device_s = 0.0
 
     @property
+    def num_waiting(self) -> int:
+        """Trajectories that wait for a grader."""
+        return self._coordinator.num_scores_waiting + len(self._again)
+
+    @property
     def num_open(self) -> int:
         """Trajectories that are being scored."""
         return len(self._open)

@@ -192,11 +192,25 @@ class RolloutStage:
 
     def _lease(self) -> None:
         self._is_leasing_planned = False
-        for lease in self._coordinator.lease(1 << 30):
+        most = self._setup.max_live
+        for lease in self._coordinator.lease(1 << 30 if most is None else max(0, most - self.num_live)):
             group = self._setup.workload.group(int(lease.task_id))
             trajectory = group.trajectories[lease.member_index]
             self.num_live += 1
-            self._call(_Attempt(lease, trajectory, trajectory.contexts(), oldest=lease.policy_version))
+            self._begin(_Attempt(lease, trajectory, trajectory.contexts(), oldest=lease.policy_version))
+
+    def _begin(self, attempt: _Attempt) -> None:
+        if self._setup.start_s == 0.0:
+            self._call(attempt)
+        else:
+            self._kernel.after(self._setup.start_s, lambda: self._go_on(attempt))
+
+    def _go_on(self, attempt: _Attempt) -> None:
+        """The next call, if the attempt is still the rollout's own."""
+        if self._coordinator.is_alive(attempt.lease):
+            self._call(attempt)
+        else:
+            self._end(attempt)
 
     def _call(self, attempt: _Attempt) -> None:
         """The attempt's next model call joins the router's queue."""
@@ -294,14 +308,20 @@ class RolloutStage:
 
     def _after_turn(self, attempt: _Attempt) -> None:
         if attempt.turn + 1 == len(attempt.trajectory.turns):
-            self._end(attempt)
-            self._coordinator.sampled(
-                attempt.lease, attempt.turn + 1, attempt.num_tokens, attempt.oldest, max(attempt.oldest, attempt.newest)
-            )
+            if self._setup.end_s == 0.0:
+                self._seal(attempt)
+            else:
+                self._kernel.after(self._setup.end_s, lambda: self._seal(attempt))
         elif self._free_tools == 0:
             self._tool_waits.append(attempt)
         else:
             self._use_tool(attempt)
+
+    def _seal(self, attempt: _Attempt) -> None:
+        self._end(attempt)
+        if self._coordinator.is_alive(attempt.lease):
+            newest = max(attempt.oldest, attempt.newest)
+            self._coordinator.sampled(attempt.lease, attempt.turn + 1, attempt.num_tokens, attempt.oldest, newest)
 
     def _use_tool(self, attempt: _Attempt) -> None:
         if self._free_tools is not None:
@@ -313,10 +333,7 @@ class RolloutStage:
                 if self._tool_waits:
                     self._use_tool(self._tool_waits.popleft())
             attempt.turn += 1
-            if self._coordinator.is_alive(attempt.lease):
-                self._call(attempt)
-            else:
-                self._end(attempt)
+            self._go_on(attempt)
 
         tool_s, faults = attempt.trajectory.turns[attempt.turn].tool_s, self._setup.faults
         self._kernel.at(faults.tool_ends_s(self._kernel.now_s(), tool_s) + self._setup.engine.call_s, returned)
@@ -329,6 +346,8 @@ class RolloutStage:
     def _end(self, attempt: _Attempt) -> None:
         """The attempt needs no replica any more."""
         self.num_live -= 1
+        if self._setup.max_live is not None:
+            self.lease_soon()
         for name in self._dispatcher.homes.release(attempt.lease.attempt_id):
             served = self._served.get(name)
             if served is not None:

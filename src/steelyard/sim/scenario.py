@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -18,6 +18,7 @@ from steelyard.allocation.snapshot import Limits, Policy, Split
 from steelyard.allocation.synthetic import SyntheticSpec, draw_workload
 from steelyard.allocation.workload import Workload
 from steelyard.errors import InputError
+from steelyard.keys import closest, in_our_words, refuse_unknown_keys
 from steelyard.sim.faults import DeviceFailure, FailureRate, Faults, ToolOutage
 from steelyard.sim.oracle import find_oracle
 from steelyard.sim.setup import RewardWork, SimSetup
@@ -26,6 +27,7 @@ from steelyard.types.record import Record
 ENTRY_POINTS = "steelyard.policies"
 
 _OURS: Mapping[str, Callable[..., Policy]] = {"fixed": FixedPolicy, "queue": QueuePolicy, "ratio": RatioPolicy}
+ORACLE = "oracle"
 
 
 class DevicesPart(Record, frozen=True, kw_only=True):
@@ -44,7 +46,7 @@ class TracesPart(Record, frozen=True, kw_only=True):
 
 
 class RewardPart(Record, frozen=True, kw_only=True):
-    """How trajectories are scored; ``model`` is the name of a built-in architecture."""
+    """How trajectories are scored; ``model`` is named as the policy's is."""
 
     function_s: float = 0.0
     slots: int | None = None
@@ -71,6 +73,7 @@ class PolicyPart(Record, frozen=True, kw_only=True):
 class Scenario(Record, frozen=True, kw_only=True):
     """The whole file. Exactly one of ``synthetic`` and ``traces`` says what the work is.
 
+    ``model`` is the name of a built-in architecture, or a Hugging Face directory or ``config.json``.
     ``calibration``: a file of ``steelyard calibrate``; what was measured takes the place of ``corrections``, ``rates``,
     ``engine`` and the device's data sheet.
     """
@@ -88,6 +91,9 @@ class Scenario(Record, frozen=True, kw_only=True):
     policy: PolicyPart = PolicyPart()
     reward: RewardPart = RewardPart()
     tool_slots: int | None = None
+    start_s: float = 0.0
+    end_s: float = 0.0
+    max_live: int | None = None
     max_running: int = 256
     max_tokens: int = 32_768
     recompute_kv: bool = True
@@ -108,9 +114,14 @@ def read_scenario(tree: Any, where: str) -> Scenario:
     Raises:
         InputError: names the key that is unknown, missing or of a wrong type.
     """
+    if not isinstance(tree, dict):
+        raise InputError(f"{where} must be a mapping of keys, got {type(tree).__name__}")
     try:
+        refuse_unknown_keys(tree, Scenario, "scenario")
         scenario = msgspec.convert(tree, Scenario, strict=False)
     except msgspec.ValidationError as error:
+        raise InputError(f"{where}: {in_our_words(str(error))}") from None
+    except InputError as error:
         raise InputError(f"{where}: {error}") from None
     if (scenario.synthetic is None) == (scenario.traces is None):
         raise InputError(f"{where}: exactly one of synthetic and traces must be given")
@@ -118,12 +129,16 @@ def read_scenario(tree: Any, where: str) -> Scenario:
 
 
 def make_setup(
-    scenario: Scenario, read_traces: Callable[[TracesPart], Workload], calibration: Calibration | None = None
+    scenario: Scenario,
+    read_traces: Callable[[TracesPart], Workload],
+    read_model: Callable[[str], Architecture] | None = None,
+    calibration: Calibration | None = None,
 ) -> SimSetup:
     """What is simulated.
 
     Args:
         read_traces: reads the files that ``traces`` names.
+        read_model: the architecture that ``model`` or ``reward.model`` names; None: only built-in ones are known.
         calibration: what was measured of this kind of device.
 
     Raises:
@@ -134,12 +149,12 @@ def make_setup(
     else:
         assert scenario.traces is not None
         workload = read_traces(scenario.traces).regrouped(scenario.traces.group_size)
-    reward = scenario.reward
+    reward, model_of = scenario.reward, read_model or known_model
     setup = SimSetup(
         name=scenario.name,
         device=device_kind(scenario.devices.kind),
         num_devices=scenario.devices.total,
-        model=_model(scenario, calibration),
+        model=_model(scenario.model, model_of, calibration),
         corrections=scenario.corrections,
         workload=workload,
         num_steps=scenario.steps,
@@ -149,9 +164,12 @@ def make_setup(
         reward=RewardWork(
             function_s=reward.function_s,
             num_slots=reward.slots,
-            model=None if reward.model is None else known_model(reward.model),
+            model=None if reward.model is None else model_of(reward.model),
         ),
         tool_slots=scenario.tool_slots,
+        start_s=scenario.start_s,
+        end_s=scenario.end_s,
+        max_live=scenario.max_live,
         max_running=scenario.max_running,
         max_tokens=scenario.max_tokens,
         recompute_kv=scenario.recompute_kv,
@@ -184,11 +202,11 @@ def calibrated(setup: SimSetup, calibration: Calibration) -> SimSetup:
     )
 
 
-def _model(scenario: Scenario, calibration: Calibration | None) -> Architecture:
+def _model(name: str, model_of: Callable[[str], Architecture], calibration: Calibration | None) -> Architecture:
     """That of the calibration may be named, too."""
-    if calibration is not None and scenario.model == calibration.model.name:
+    if calibration is not None and name == calibration.model.name:
         return calibration.model
-    return known_model(scenario.model)
+    return model_of(name)
 
 
 def make_limits(scenario: Scenario) -> Limits:
@@ -211,7 +229,7 @@ def policy_of(scenario: Scenario, setup: SimSetup) -> Policy:
         InputError: as :func:`make_policy`; the split cannot be.
     """
     part = scenario.policy
-    if part.kind != "oracle":
+    if part.kind != ORACLE:
         return make_policy(part)
     try:
         return find_oracle(setup, scenario.split, make_limits(scenario), scenario.seed, **part.options).policy
@@ -220,22 +238,49 @@ def policy_of(scenario: Scenario, setup: SimSetup) -> Policy:
 
 
 def make_policy(part: PolicyPart) -> Policy:
-    """The policy by name, ours or an outside one; not ``oracle``, which is made for one setup.
+    """The policy by name, ours or one of another package (entry points of the group ``steelyard.policies``).
+
+    Not ``oracle``, which is made for one setup: see :func:`policy_of`.
 
     Raises:
-        InputError: there is none of that name, or it does not take such options.
+        InputError: there is none of that name, its package cannot be imported, or it does not take such options.
     """
-    found = _OURS.get(part.kind)
-    outside = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
-    if found is None and part.kind in outside:
-        found = outside[part.kind].load()
-    if found is None:
-        names = ", ".join([*_OURS, "oracle", *outside])
-        raise InputError(f"policy.kind must be one of {names}, got {part.kind!r}")
+    found = _OURS.get(part.kind) or _outside_policy(part.kind)
     try:
-        return found(**part.options)
+        policy = found(**part.options)
     except TypeError as error:
         raise InputError(f"policy.options must be what {part.kind} takes: {error}") from None
+    if not callable(getattr(policy, "decide", None)):
+        raise InputError(f"policy {part.kind} must have a method decide(snapshot), got {policy!r}")
+    return policy
+
+
+def policy_names() -> tuple[str, ...]:
+    """All that can be chosen: ours, then those of other packages. A name of ours is never taken by another."""
+    ours = (*_OURS, ORACLE)
+    outside = sorted({point.name for point in entry_points(group=ENTRY_POINTS)} - set(ours))
+    return (*ours, *outside)
+
+
+def _outside_policy(name: str) -> Callable[..., Policy]:
+    points = [point for point in entry_points(group=ENTRY_POINTS) if point.name == name]
+    if not points:
+        names = policy_names()
+        raise InputError(
+            f"policy.kind must be one of {', '.join(names)}, got {name!r}; the nearest is {closest(name, names)}"
+        )
+    places = sorted({point.value for point in points})
+    if len(places) > 1:
+        raise InputError(f"policy.kind {name} must be of one package, but {' and '.join(places)} both have it")
+    try:
+        found: object = points[0].load()
+    except Exception as error:  # importing another package's module may raise anything
+        raise InputError(
+            f"policy {name} must be importable from {places[0]}, got {type(error).__name__}: {error}"
+        ) from error
+    if not callable(found):
+        raise InputError(f"policy {name} must be a class or function at {places[0]}, got {found!r}")
+    return cast("Callable[..., Policy]", found)
 
 
 def known_model(name: str) -> Architecture:

@@ -42,6 +42,9 @@ class SimSetup(Record, frozen=True, kw_only=True):
         groups_per_batch: groups that a step consumes; each as large as the workload has it.
         max_policy_lag: bound of the staleness, in steps.
         tool_slots: tools that can run at once; None: no limit.
+        start_s: from the lease of an attempt to its first model call (a sandbox starts); ``end_s`` from its last one to
+            its sealed artifact. It is under way meanwhile.
+        max_live: attempts that are under way at once, tools included; None: no limit.
         max_running: sequences in the batch of one replica.
         element_bytes: of weights and KV.
         max_tokens: what one model call may sample at most; admission to replicas starts from it.
@@ -63,6 +66,9 @@ class SimSetup(Record, frozen=True, kw_only=True):
     rates: MovingRates = MovingRates()
     reward: RewardWork = RewardWork()
     tool_slots: int | None = None
+    start_s: float = 0.0
+    end_s: float = 0.0
+    max_live: int | None = None
     max_running: int = 256
     element_bytes: int = 2
     max_tokens: int = 32_768
@@ -85,9 +91,13 @@ class SimSetup(Record, frozen=True, kw_only=True):
         ):
             if getattr(self, field) < low:
                 raise InputError(f"{field} must be >= {low}, got {getattr(self, field)}")
-        if self.tool_slots is not None and self.tool_slots < 1:
-            raise InputError(f"tool_slots must be >= 1, or null for no limit, got {self.tool_slots}")
-
+        for field in ("start_s", "end_s"):
+            if not 0.0 <= getattr(self, field) < float("inf"):
+                raise InputError(f"{field} must be finite and >= 0, got {getattr(self, field)}")
+        for field in ("tool_slots", "max_live"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise InputError(f"{field} must be >= 1, or null for no limit, got {value}")
         sizes = {len(group.trajectories) for group in self.workload.groups}
         if len(sizes) != 1:
             raise InputError(

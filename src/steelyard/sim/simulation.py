@@ -1,5 +1,6 @@
 """One simulated run: the stages put together, a policy that moves devices between them, and what came of it."""
 
+import traceback
 from collections import deque
 from collections.abc import Callable
 from random import Random
@@ -13,7 +14,7 @@ from steelyard.allocation.snapshot import Limits, Plan, Policy, Role, Snapshot, 
 from steelyard.coordinator.books import TokenBook, token_book
 from steelyard.coordinator.entities import State
 from steelyard.coordinator.transitions import GroupState, RolloutState
-from steelyard.errors import InputError, RunError
+from steelyard.errors import InputError, RunError, SteelyardError
 from steelyard.sim.bound import Bound, lower_bound
 from steelyard.sim.coordination import SimCoordinator
 from steelyard.sim.device_moves import DeviceMoves, Stage
@@ -22,11 +23,26 @@ from steelyard.sim.kernel import Kernel
 from steelyard.sim.reward_stage import RewardStage
 from steelyard.sim.rollout_stage import RolloutStage
 from steelyard.sim.setup import SimSetup
+from steelyard.sim.timeline import Sample, Timeline
 from steelyard.sim.train_stage import StepRecord, TrainStage
 from steelyard.types.record import Record
 
 _WINDOW_STEPS = 5
 """Steps over which the stages' times are measured."""
+
+
+class Decision(Record, frozen=True, kw_only=True):
+    """What a policy wanted after an optimizer step. ``line`` is as it is logged, live and here; ``reason`` beside it.
+
+    ``is_due`` False: nothing was to be decided then.
+    """
+
+    step: int
+    at_s: float
+    line: str
+    reason: str
+    is_change: bool
+    is_due: bool
 
 
 class SimResult(Record, frozen=True, kw_only=True):
@@ -36,8 +52,9 @@ class SimResult(Record, frozen=True, kw_only=True):
         makespan_s: from the start to the end of the last step.
         bound: that no run is faster.
         steps: every optimizer step.
-        decisions: what the policy changed, or would not, one line each.
+        decisions: what the policy wanted after each step.
         faults: devices that died and returned, one line each.
+        timeline: the devices, queues and sums over the time.
         tokens: what became of every sampled token; ``recorded`` is what the replicas counted.
         idle_frac: share of each role's device-seconds in which nothing was computed; of devices on their way under
         ``moving``. num_events: of the kernel; ``num_transitions`` of the coordinator.
@@ -47,8 +64,9 @@ class SimResult(Record, frozen=True, kw_only=True):
     makespan_s: float
     bound: Bound
     steps: tuple[StepRecord, ...]
-    decisions: tuple[str, ...]
+    decisions: tuple[Decision, ...]
     faults: tuple[str, ...]
+    timeline: tuple[Sample, ...]
     num_trajectories: int
     generated_tokens: int
     tokens: TokenBook
@@ -113,7 +131,7 @@ class Simulation:
             Role.TRAIN: self._train,
             Role.REWARD: self._reward,
         }
-        self._decisions, self._fault_lines = list[str](), list[str]()
+        self._decisions, self._fault_lines = list[Decision](), list[str]()
         switch_s = self._moving.switch_s(self._serving)
         self._moves = DeviceMoves(
             self.kernel, setup.num_devices, split, limits, self._stages, switch_s, self._fault_lines.append
@@ -121,6 +139,7 @@ class Simulation:
         self._faults_rng = Random(seed)
         self._bound = bound if bound is not None else lower_bound(setup, limits)
         self._window: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW_STEPS + 1)
+        self._timeline = Timeline()
 
     @property
     def coordinator_state(self) -> State:
@@ -132,21 +151,26 @@ class Simulation:
         """Devices in a role, on their way to one, without one, or dead: always all."""
         return self._moves.num_known
 
-    def run(self, on_step: Callable[[StepRecord], None] | None = None) -> SimResult:
+    def run(self, on_sample: Callable[[Sample], None] | None = None) -> SimResult:
         """Run until all steps are done.
 
         Args:
-            on_step: for a display.
+            on_sample: for a display; called a few hundred times in a long run.
 
         Raises:
             RunError: nothing can happen any more and steps are left; names what is open.
         """
-        self._on_step_shown = on_step
         self._start()
-        done, kernel = self._setup.num_steps, self.kernel
+        done, kernel, timeline = self._setup.num_steps, self.kernel, self._timeline
         while len(self._train.steps) < done:
+            if kernel.now_s() >= timeline.due_at_s:
+                sample = self._sample()
+                timeline.add(sample)
+                if on_sample is not None:
+                    on_sample(sample)
             if not kernel.step():
                 raise RunError(self._describe_stall())
+        timeline.add(self._sample())
         return self._result()
 
     def _start(self) -> None:
@@ -192,14 +216,12 @@ class Simulation:
         self._window.append((totals.busy_s, self._train.busy_device_s, self._reward.busy_device_s))
         self._moves.step_done()
         self._decide(self.snapshot())
-        if self._on_step_shown is not None:
-            self._on_step_shown(record)
 
     def _decide(self, snapshot: Snapshot) -> None:
         if snapshot.limits.broken_by(snapshot.split) is not None:
             # The dead have left a role below its minimum, and no other can help: there is nothing to decide.
             return
-        plan = checked(self._policy_name, self._policy.decide(snapshot), snapshot)
+        plan = checked(self._policy_name, self._ask(snapshot), snapshot)
         if plan.split.rollout_tp != snapshot.split.rollout_tp:
             raise InputError(
                 f"policy {self._policy_name}: rollout_tp must stay {snapshot.split.rollout_tp} in a simulation, "
@@ -208,9 +230,56 @@ class Simulation:
         if plan.split != snapshot.split and snapshot.is_moving:
             # One move at a time, as live: devices on their way cannot be given away again.
             plan = Plan(split=snapshot.split, reason=f"a move is under way, {plan.split} has to wait")
-        self._decisions.append(f"{plan.log_line(snapshot)} ({plan.reason})")
-        if plan.split != snapshot.split:
+        is_change = plan.split != snapshot.split
+        self._decisions.append(
+            Decision(
+                step=snapshot.step,
+                at_s=snapshot.at_s,
+                line=plan.log_line(snapshot),
+                reason=plan.reason,
+                is_change=is_change,
+                is_due=plan.is_due or is_change,
+            )
+        )
+        if is_change:
             self._moves.carry_out(plan.split)
+
+    def _ask(self, snapshot: Snapshot) -> Plan:
+        try:
+            plan: object = self._policy.decide(snapshot)
+        except SteelyardError:
+            raise
+        except Exception as error:
+            # Policies of other packages may raise anything: whose fault it is must be said, not shown as ours.
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise RunError(
+                f"policy {self._policy_name} at step {snapshot.step} must return a plan, but raised "
+                f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+            ) from error
+        if not isinstance(plan, Plan):
+            raise InputError(
+                f"policy {self._policy_name} at step {snapshot.step} must return a steelyard Plan, got {plan!r}"
+            )
+        return plan
+
+    def _sample(self) -> Sample:
+        totals = self._rollout.totals()
+        groups = self._coordinator.state.live_groups.values()
+        return Sample(
+            at_s=self.kernel.now_s(),
+            step=len(self._train.steps),
+            rollout=self._rollout.num_devices,
+            train=self._train.num_devices,
+            reward=self._reward.num_devices,
+            moving=self._moves.num_moving,
+            num_live=self._rollout.num_live,
+            rollout_queue=self._rollout.num_waiting,
+            train_backlog=sum(group.num_accepted for group in groups if group.state is GroupState.COMPLETE),
+            reward_queue=self._reward.num_waiting,
+            rollout_busy_s=totals.busy_s,
+            reward_busy_s=self._reward.busy_device_s,
+            generated_tokens=totals.decode_tokens,
+        )
 
     def snapshot(self) -> Snapshot:
         """What a policy sees now."""
@@ -265,6 +334,7 @@ class Simulation:
             steps=steps,
             decisions=tuple(self._decisions),
             faults=tuple(self._fault_lines),
+            timeline=self._timeline.samples,
             num_trajectories=len(steps) * self._setup.groups_per_batch * self._setup.group_size,
             generated_tokens=totals.decode_tokens,
             tokens=replace(token_book(self._coordinator.state, {}), recorded=totals.decode_tokens),

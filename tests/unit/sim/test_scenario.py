@@ -13,7 +13,7 @@ from steelyard.allocation.engine_limits import EngineLimits
 from steelyard.allocation.moving_cost import MovingRates
 from steelyard.allocation.policies import QueuePolicy
 from steelyard.allocation.roofline import Corrections
-from steelyard.cli.simulate import read_workload
+from steelyard.cli.simulation_input import read_workload
 from steelyard.errors import InputError
 from steelyard.sim.scenario import PolicyPart, known_model, make_limits, make_policy, make_setup, read_scenario
 
@@ -37,12 +37,15 @@ def test_every_shipped_scenario_can_be_simulated(path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"stepz": 3}, "s.yaml: Object contains unknown field `stepz`"),
-        ({"steps": "many"}, r"s.yaml: Expected `int`, got `str` - at `\$.steps`"),
+        ({"stepz": 3}, "s.yaml: stepz is not a scenario key; the nearest is steps"),
+        ({"polcy": {"kind": "queue"}}, "s.yaml: polcy.kind is not a scenario key; the nearest is policy.kind"),
+        ({"synthetic": {"phases": [{"shap": "ramp"}]}}, r"synthetic\.phases\.shap is .* nearest is .*phases\.shape"),
+        ({"steps": "many"}, r"s.yaml: steps must be of type int, got str"),
+        ({"split": 4}, "s.yaml: split must be a section of keys, got 4"),
         ({"synthetic": None}, "exactly one of synthetic and traces must be given"),
-        ({"devices": {"kind": "A800"}}, r"missing required field `total` - at `\$.devices`"),
+        ({"devices": {"kind": "A800"}}, r"devices\.total must be given, and is missing"),
         ({"corrections": {"memory": 0.5}}, "corrections.memory must be >= 1"),
-        ({"failures": [{"at_s": 1, "role": "judge"}]}, r"Invalid enum value 'judge' - at `\$.failures"),
+        ({"failures": [{"at_s": 1, "role": "judge"}]}, r"failures\[0\]\.role invalid enum value 'judge'"),
         ({"failures": [{"at_s": -1, "role": "train"}]}, r"failures.at_s must be finite and >= 0, got -1.0"),
         ({"outages": [{"begins_s": 1, "lasts_s": 0}]}, r"outages.lasts_s must be finite and > 0, got 0.0"),
         ({"failure_rate": {"mean_between_s": float("nan")}}, "failure_rate.mean_between_s must be finite and > 0"),
@@ -89,7 +92,7 @@ def test_a_calibration_takes_the_place_of_guesses_on_its_own_kind_of_device() ->
     )
     few = {"num_groups": 2, "group_size": 2} | {name: {"median": 4} for name in SPECS}
     scenario = read_scenario(tree(model="mine", synthetic=few), "s.yaml")
-    setup = make_setup(scenario, lambda _: pytest.fail("no traces are read"), found)
+    setup = make_setup(scenario, lambda _: pytest.fail("no traces are read"), calibration=found)
     assert (setup.device, setup.corrections, setup.rates, setup.engine) == (
         seen, found.corrections, found.rates, found.limits,
     )  # fmt: skip
@@ -99,7 +102,7 @@ def test_a_calibration_takes_the_place_of_guesses_on_its_own_kind_of_device() ->
     with pytest.raises(
         InputError, match=r"devices\.kind must be A800, on which the calibration was measured, got H100"
     ):
-        make_setup(elsewhere, lambda _: pytest.fail("no traces are read"), found)
+        make_setup(elsewhere, lambda _: pytest.fail("no traces are read"), calibration=found)
 
 
 def test_policies_are_found_by_name_and_take_their_own_options() -> None:

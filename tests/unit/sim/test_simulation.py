@@ -92,7 +92,7 @@ def test_a_starved_stage_gets_devices_from_the_queue_policy() -> None:
     made = setup(num_steps=12, max_policy_lag=2)
     policy = QueuePolicy(adjust_interval_steps=2, queue_weight=0.0)
     _, result = run(made, policy, Split(rollout=2, train=6))
-    assert any("=> adjust" in line for line in result.decisions)
+    assert any("=> adjust" in decision.line for decision in result.decisions)
     assert result.steps[-1].num_devices < 6
 
 
@@ -100,6 +100,28 @@ def test_tool_slots_hold_attempts_back() -> None:
     _, free = run(setup(), FixedPolicy())
     _, held = run(setup(tool_slots=1), FixedPolicy())
     assert held.makespan_s > free.makespan_s
+
+
+def test_attempts_take_their_time_before_and_after_their_calls_and_their_places() -> None:
+    _, plain = run(setup(), FixedPolicy())
+    _, slower = run(setup(start_s=0.5, end_s=0.25), FixedPolicy())
+    assert slower.makespan_s >= plain.makespan_s + 0.75
+    _, narrow = run(setup(max_live=2), FixedPolicy())
+    assert narrow.makespan_s > plain.makespan_s
+    assert max(sample.num_live for sample in narrow.timeline) <= 2
+    with pytest.raises(InputError, match="max_live must be >= 1, or null for no limit, got 0"):
+        setup(max_live=0)
+    with pytest.raises(InputError, match="start_s must be finite and >= 0, got nan"):
+        setup(start_s=float("nan"))
+
+
+def test_every_decision_has_a_line_and_a_reason_and_fixed_never_has_to_decide() -> None:
+    _, result = run(setup(), FixedPolicy())
+    assert [decision.step for decision in result.decisions] == [1, 2, 3, 4]
+    assert not any(decision.is_due for decision in result.decisions)
+    assert result.decisions[0].line.endswith("=> keep rollout=4 train=4")
+    assert result.timeline[-1].at_s == result.makespan_s
+    assert result.timeline[-1].generated_tokens == result.generated_tokens
 
 
 def test_a_reward_model_works_on_its_own_devices() -> None:
@@ -165,7 +187,7 @@ def test_whatever_dies_every_group_ends_and_no_device_is_lost(
     simulation = Simulation(made, split, LIMITS, RandomPolicy(seed, tp), "test", seed)
     known = list[int]()
     result = simulation.run(lambda _: known.append(simulation.num_devices_known))
-    assert known == [8] * 4
+    assert known and set(known) == {8}
     assert result.bound_share <= 1.0
     assert max(step.max_lag for step in result.steps) <= lag
     prompts = simulation.coordinator_state.prompts
