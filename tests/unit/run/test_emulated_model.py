@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,7 @@ def test_a_folder_with_a_configuration_is_a_model(tmp_path: Path) -> None:
         ({"calibration": "no.json"}, "inference.emulated: calibration must be a readable file, got no.json"),
     ],
 )
-def test_what_cannot_be_emulated_is_refused_before_a_run(changes: dict[str, str], message: str) -> None:
+def test_what_cannot_be_emulated_is_refused_before_a_run(changes: dict[str, Any], message: str) -> None:
     config = Config(inference=InferenceConfig(engine="emulated", emulated=EmulatedConfig(**changes)))
     with pytest.raises(ConfigError, match=message):
         check_engine(config)
