@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,9 +10,10 @@ from steelyard.allocation.devices import device_kind
 from steelyard.allocation.moving_cost import MovingRates
 from steelyard.allocation.roofline import Corrections, Roofline
 from steelyard.allocation.serving_cost import ServingCost, StepWork
-from steelyard.config import EmulatedConfig
+from steelyard.config import Config, EmulatedConfig, InferenceConfig
 from steelyard.errors import ConfigError
 from steelyard.run.emulated_model import emulated_times
+from steelyard.run.engines import check_engine
 from steelyard.sim.scenario import known_model
 
 DEFAULT = emulated_times(EmulatedConfig())
@@ -43,3 +45,18 @@ def test_a_folder_with_a_configuration_is_a_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"inference\.emulated: .*config\.json must be a model's configuration"):
         emulated_times(EmulatedConfig(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "H900"}, "inference.emulated: device kind must be one of A100, "),
+        ({"model": "gpt"}, "inference.emulated: model must be one of llama-3.1-8b, "),
+        ({"model": "llama-3.1-70b"}, "inference.emulated: tp must be large enough that llama-3.1-70b fits"),
+        ({"calibration": "no.json"}, "inference.emulated: calibration must be a readable file, got no.json"),
+    ],
+)
+def test_what_cannot_be_emulated_is_refused_before_a_run(changes: dict[str, Any], message: str) -> None:
+    config = Config(inference=InferenceConfig(engine="emulated", emulated=EmulatedConfig(**changes)))
+    with pytest.raises(ConfigError, match=message):
+        check_engine(config)
