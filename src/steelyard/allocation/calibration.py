@@ -176,6 +176,22 @@ def fit_serving(points: Sequence[Point], start: Fit, predict: Predict) -> Fit:
     return min(fits, key=lambda one: _mean_error([point for point in points if not point.is_held_out], one, predict))
 
 
+def fit_all(serving: Sequence[Point], training: Sequence[Point], start: Fit, predict: Predict) -> Fit:
+    """The better of the fits with and without overlap, over serving and training together.
+
+    Serving alone may fit as well either way. Training then tells which of the two it is.
+    """
+    fits = []
+    for overlap in OVERLAPS:
+        corrections = msgspec.structs.replace(start.corrections, overlap=overlap)
+        served = fit(serving, SERVING_FACTORS, msgspec.structs.replace(start, corrections=corrections), predict)
+        alone = msgspec.structs.replace(served, call_s=0.0)
+        trained = fit(training, TRAINING_FACTORS, alone, predict)
+        fits.append(msgspec.structs.replace(trained, call_s=served.call_s))
+    fitted = [point for point in (*serving, *training) if not point.is_held_out]
+    return min(fits, key=lambda one: _mean_error(fitted, one, predict))
+
+
 def predicted_s(work: Work, found: Fit, predict: Predict) -> float:
     """Seconds of some work, with the way of a call."""
     return predict(found.corrections, found.device, work) + (found.call_s if isinstance(work, Burst) else 0.0)

@@ -18,7 +18,6 @@ import xxhash
 from steelyard.allocation.architecture import Architecture, read_architecture
 from steelyard.allocation.calibration import (
     SERVING_FACTORS,
-    TRAINING_FACTORS,
     Burst,
     Calibration,
     Fit,
@@ -27,7 +26,7 @@ from steelyard.allocation.calibration import (
     TrainStep,
     error_of,
     errors_of,
-    fit,
+    fit_all,
     fit_serving,
 )
 from steelyard.allocation.devices import device_kind
@@ -88,15 +87,15 @@ async def calibrate(
         started_s = time.perf_counter()
     stopped_s = time.perf_counter() - started_s
     prediction = prediction_for(config, model, serving.limits)
-    before = Fit(corrections=serving.corrections, device=serving.device, call_s=0.0)
-    found = fit(training, TRAINING_FACTORS, before, prediction)
+    found = fit_all(serving.points, training, _start(), prediction)
     rates, moving_errors = _moving(one, model, found, _rates(directory.path, one.start_s, stopped_s))
     return msgspec.structs.replace(
         serving,
         device=found.device,
         corrections=found.corrections,
         rates=rates,
-        errors=(*serving.errors, *errors_of(training, found, prediction), *moving_errors),
+        limits=msgspec.structs.replace(serving.limits, call_s=found.call_s),
+        errors=(*errors_of((*serving.points, *training), found, prediction), *moving_errors),
         points=(*serving.points, *training),
     )
 
@@ -113,8 +112,7 @@ async def calibrate_serving(
     measuring = _Bursts(one, model, num_rounds, on_progress)
     points = await measuring.points(limits.kv_tokens or 0)
     prediction = prediction_for(one.config, model, limits)
-    start = Fit(corrections=Corrections(), device=device_kind("CPU"), call_s=_START_CALL_S)
-    found = fit_serving(points, start, prediction)
+    found = fit_serving(points, _start(), prediction)
     return Calibration(
         engine=one.config.inference.engine,
         model=model,
@@ -128,6 +126,10 @@ async def calibrate_serving(
         errors=errors_of(points, found, prediction),
         points=points,
     )
+
+
+def _start() -> Fit:
+    return Fit(corrections=Corrections(), device=device_kind("CPU"), call_s=_START_CALL_S)
 
 
 def prediction_for(config: Config, model: Architecture, limits: EngineLimits) -> Prediction:

@@ -20,6 +20,7 @@ from steelyard.allocation.calibration import (
     encode_calibration,
     errors_of,
     fit,
+    fit_all,
     fit_serving,
     predicted_s,
 )
@@ -88,9 +89,7 @@ def points_of(truth: Fit, noise: float = 0.0, outlier: int | None = None) -> tup
 def fitted(points: tuple[Point, ...]) -> Fit:
     serving = tuple(point for point in points if isinstance(point.work, Burst))
     training = tuple(point for point in points if isinstance(point.work, TrainStep))
-    found = fit_serving(serving, START, predict)
-    alone = msgspec.structs.replace(found, call_s=0.0)
-    return msgspec.structs.replace(fit(training, TRAINING_FACTORS, alone, predict), call_s=found.call_s)
+    return fit_all(serving, training, START, predict)
 
 
 @settings(max_examples=4, deadline=None, phases=(Phase.explicit, Phase.generate))
