@@ -142,3 +142,20 @@ def codec(directory: Path) -> TokenCodec:
 def tokenizer(directory: Path) -> Tokenizer:
     described = json.loads((directory / "tokenizer.json").read_text())
     return Tokenizer.from_str(json.dumps({**described, "added_tokens": []}))
+
+
+def test_of_many_words_the_newest_are_known_and_the_oldest_are_not() -> None:
+    asked: list[str] = []
+
+    def encode_word(word: str) -> tuple[int, ...]:
+        asked.append(word)
+        return (int(word),)
+
+    encoder = WordEncoder([str.split], encode_word)
+    words = [str(number) for number in range(40_000)]
+    assert encoder.encode(" ".join(words)) == tuple(range(40_000))
+    asked.clear()
+    assert encoder.encode(" ".join(words[-10_000:])) == tuple(range(30_000, 40_000))
+    assert asked == []
+    assert encoder.encode("7 8") == (7, 8)
+    assert asked == ["7", "8"], "what is kept is bounded"
