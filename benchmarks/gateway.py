@@ -180,7 +180,7 @@ class TrivialUpstream:
         asked = msgspec.msgpack.decode(frame.body, type=_Asked)
         del buffer[:size]
         result = msgspec.structs.replace(self._result, request_id=asked.request_id)
-        return frames.encode(frames.Frame(frame.id, "reply", "", msgspec.Raw(msgspec.msgpack.encode(result))))
+        return bytes(frames.encode_with(frame.id, "reply", "", result))
 
     def _http(self, buffer: bytearray) -> bytes | None:
         size = http_size(buffer)

@@ -11,6 +11,9 @@ from steelyard.errors import Refused
 from steelyard.signing import Signer
 from steelyard.types import AttemptBinding
 
+_MAX_VERIFIED = 4096
+"""Keys whose signature need not be computed again; only those that are ours are kept."""
+
 
 class AttemptDirectory(Protocol):
     """Knows the live attempts."""
@@ -29,6 +32,7 @@ class KeyRing:
 
     def __init__(self, secret: bytes) -> None:
         self._signer = Signer(secret, prefix="sty-", purpose=b"gateway")
+        self._verified: dict[str, tuple[str, int]] = {}
 
     def issue(self, attempt_id: str, expires_at_s: float) -> str:
         """The key of ``attempt_id`` until ``expires_at_s``, rounded up to a whole second."""
@@ -40,9 +44,14 @@ class KeyRing:
         Raises:
             Refused: ``foreign`` (not our key) or ``expired``. The message never holds the key.
         """
-        signed = self._signer.read(key)
+        signed = self._verified.get(key)
         if signed is None:
-            raise Refused("foreign", "the API key is not one that this gateway issued")
+            signed = self._signer.read(key)
+            if signed is None:
+                raise Refused("foreign", "the API key is not one that this gateway issued")
+            if len(self._verified) >= _MAX_VERIFIED:
+                self._verified.clear()
+            self._verified[key] = signed
         attempt_id, expires_at_s = signed
         if now_s >= expires_at_s:
             raise Refused("expired", f"the API key of attempt {attempt_id} has expired")

@@ -63,6 +63,19 @@ class Segment:
         """All tokens: the newest prompt and what was sampled for it."""
         return (*self.newest_prompt.token_ids, *self.turns[-1].token_ids)
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the newest prompt and what was sampled for it."""
+        return len(self.newest_prompt.token_ids) + len(self.turns[-1].token_ids)
+
+    def begins(self, token_ids: tuple[int, ...]) -> bool:
+        """Whether ``token_ids`` start with all tokens of the segment."""
+        num_prompt, sampled = len(self.newest_prompt.token_ids), self.turns[-1].token_ids
+        return (
+            token_ids[num_prompt : num_prompt + len(sampled)] == sampled
+            and token_ids[:num_prompt] == self.newest_prompt.token_ids
+        )
+
 
 class History:
     """All segments of one attempt."""
@@ -112,8 +125,8 @@ class History:
 
     def find_tokens(self, token_ids: tuple[int, ...]) -> RecordedTurn | None:
         """The newest turn of the segment whose tokens are the longest prefix of ``token_ids``."""
-        fitting = [segment for segment in self.segments if _starts_with(token_ids, segment.token_ids)]
-        return max(fitting, key=lambda segment: len(segment.token_ids)).turns[-1] if fitting else None
+        fitting = [segment for segment in self.segments if segment.begins(token_ids)]
+        return max(fitting, key=lambda segment: segment.num_tokens).turns[-1] if fitting else None
 
     def place(self, prompt: Prompt, parent: RecordedTurn | None) -> Segment | None:
         """The segment that a turn with ``prompt`` goes on with; None where it starts a new one.
@@ -123,7 +136,7 @@ class History:
         """
         if parent is None or parent.segment.turns[-1] is not parent:
             return None
-        return parent.segment if _starts_with(prompt.token_ids, parent.segment.token_ids) else None
+        return parent.segment if parent.segment.begins(prompt.token_ids) else None
 
     def add(
         self, segment: Segment | None, kind: Kind, prompt: Prompt, token_ids: tuple[int, ...], reply: Message
@@ -162,7 +175,3 @@ def _is_returned(ours: Message, theirs: Message) -> bool:
         return False
     content = theirs.content if ours.content is not None else theirs.content or None
     return ours == msgspec.structs.replace(theirs, reasoning=ours.reasoning, content=content)
-
-
-def _starts_with(token_ids: tuple[int, ...], prefix: tuple[int, ...]) -> bool:
-    return token_ids[: len(prefix)] == prefix

@@ -55,7 +55,7 @@ def word_cutters(description: dict[str, Any]) -> list[Cut] | None:
         pattern = _pattern_of(step)
         if pattern is None:
             return None
-        if pattern:
+        if isinstance(pattern, re.Pattern):
             cutters.append(_cutter(pattern))
     return cutters
 

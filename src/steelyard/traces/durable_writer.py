@@ -48,7 +48,7 @@ class PendingWrite(msgspec.Struct):
     path: Path
     data: bytes
     done: asyncio.Future[None]
-    temporary: str | None = None
+    temporary: Path | None = None
     descriptor: int | None = None
     error: StorageFailed | None = None
 
@@ -153,7 +153,7 @@ class DurableWriter:
         """In the thread: all temporary files first, then their flushes, then the renames, then the directories."""
         if self._before_group is not None:
             self._before_group()
-        changed: dict[str, list[PendingWrite]] = {}
+        changed: dict[Path, list[PendingWrite]] = {}
         _run(self._stage, group)
         self._sync(group)
         _run(functools.partial(self._rename, changed), group)
@@ -165,11 +165,11 @@ class DurableWriter:
                     entry.error = storage_failed(entry.path, error)
         for entry in group:
             if entry.error is not None and entry.temporary is not None:
-                Path(entry.temporary).unlink(missing_ok=True)
+                entry.temporary.unlink(missing_ok=True)
 
     def _stage(self, entry: PendingWrite) -> None:
         self._num_files += 1
-        entry.temporary = f"{self._temporary}/{self._prefix}-{self._num_files}"
+        entry.temporary = self._temporary / f"{self._prefix}-{self._num_files}"
         entry.descriptor = os.open(entry.temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         left = memoryview(entry.data)
         while left:
@@ -184,12 +184,17 @@ class DurableWriter:
             pass
         _run(lambda _: self._fault(f"{self._name}:fsynced"), group)
 
-    def _rename(self, changed: dict[str, list[PendingWrite]], entry: PendingWrite) -> None:
+    def _rename(self, changed: dict[Path, list[PendingWrite]], entry: PendingWrite) -> None:
         assert entry.temporary is not None
-        for directory in _make_parents(os.path.dirname(entry.path) or "."):
-            changed.setdefault(directory, []).append(entry)
         self._fault(f"{self._name}:before_rename")
-        os.rename(entry.temporary, entry.path)
+        directories = [entry.path.parent]
+        try:
+            entry.temporary.rename(entry.path)
+        except FileNotFoundError:
+            directories = _make_parents(entry.path)
+            entry.temporary.rename(entry.path)
+        for directory in directories:
+            changed.setdefault(directory, []).append(entry)
         self._fault(f"{self._name}:renamed")
 
 
@@ -256,18 +261,18 @@ def storage_failed(path: Path | str, error: OSError) -> StorageFailed:
     return StorageFailed(f"cannot write {path}: {error.strerror or error} (errno {error.errno})")
 
 
-def _make_parents(directory: str) -> list[str]:
-    """Create a directory and its parents where missing; returns those whose entries change, innermost first."""
-    changed = [directory]
-    while not os.path.exists(directory):
-        directory = os.path.dirname(directory) or "."
+def _make_parents(target: Path) -> list[Path]:
+    """Create missing parents; returns the directories whose entries this changes, innermost first."""
+    changed = [target.parent]
+    directory = target.parent
+    while not directory.exists():
+        directory = directory.parent
         changed.append(directory)
-    if len(changed) > 1:
-        os.makedirs(changed[0], exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
     return changed
 
 
-def _fsync(path: str) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

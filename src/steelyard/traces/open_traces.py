@@ -165,8 +165,7 @@ class OpenTraces:
             if len(data) == file.num_bytes:
                 return data
         try:
-            with open(self._path(attempt_id), "rb") as found:
-                return found.read()
+            return Path(self._path(attempt_id)).read_bytes()
         except FileNotFoundError:
             return b""
 
@@ -187,11 +186,11 @@ class OpenTraces:
         """An empty file under its new name; None where there is none, or where ``path`` is another's."""
         if path in self._spare:
             return self._spare.pop(path)
-        if not self._spare or os.path.exists(path):
+        if not self._spare or Path(path).exists():
             return None
         file = self._spare.popitem()[1]
         try:
-            os.rename(file.path, path)
+            Path(file.path).rename(path)
         except OSError:  # whoever took it away did not take its name to be ours
             os.close(file.descriptor)
             return None

@@ -3,7 +3,6 @@
 A sealed trace is its digest in hex, a newline, and the msgpack bytes of the Trace that the digest is over.
 """
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +35,7 @@ class SealedTraces:
 
     def is_sealed(self, attempt_id: str) -> bool:
         """Whether the attempt has a sealed trace."""
-        return os.path.exists(f"{self._sealed}/{check_attempt_id(attempt_id)}")
+        return trace_path(self._sealed, attempt_id).exists()
 
     def read_now(self, attempt_id: str) -> tuple[Trace, str]:
         """The sealed trace and its digest, which was checked; blocking.
