@@ -1,7 +1,7 @@
 """The attempt's API key: a signed statement of which attempt may call the policy, and until when.
 
 A key is ``sty-<attempt_id>.<expiry in whole seconds>.<signature>``; see :mod:`steelyard.signing`. It says nothing
-else and is stored nowhere: what the attempt may do is asked of the :class:`AttemptDirectory` at each call, so a dead
+else and need not be stored: what the attempt may do is asked of the :class:`AttemptDirectory` at each call, so a dead
 attempt's key stops working at once.
 """
 
