@@ -10,12 +10,12 @@ is not ASCII, or a tokenizer of another kind, is left to the tokenizer itself.
 import itertools
 import re
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from steelyard.gateway.token_text import CHAR_OF_BYTE
 
-_CACHED_WORDS = 1 << 14
+_CACHED_WORDS = 1 << 15
 _CACHED_WORD_CHARS = 64
 _BYTE_LEVEL = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """The expression of a ``ByteLevel`` pre-tokenizer that cuts (that of GPT-2)."""
@@ -70,22 +70,24 @@ def word_encoder(model: Any) -> Encode:
 
 
 class _KnownWords(dict[str, tuple[int, ...]]):
-    """The tokens of words, the newest and those of the generation before; a look-up costs what one of a dict does."""
+    """The tokens of words; a look-up costs what one of a dict does. Long words must not fill it."""
 
-    def __init__(self, encode_word: Encode) -> None:
+    def __init__(self, encode_word: Encode, older: Mapping[str, tuple[int, ...]]) -> None:
         self._encode_word = encode_word
-        self._older: dict[str, tuple[int, ...]] = {}
+        self._older = older
 
     def __missing__(self, word: str) -> tuple[int, ...]:
         found = self._older.get(word)
         if found is None:
             found = self._encode_word(word)
         if len(word) <= _CACHED_WORD_CHARS:
-            if len(self) >= _CACHED_WORDS:
-                self._older = dict(self)
-                self.clear()
             self[word] = found
         return found
+
+    def followed(self) -> "_KnownWords":
+        """An empty one that still knows these words, but not the older ones."""
+        self._older = {}
+        return _KnownWords(self._encode_word, self)
 
 
 class WordEncoder:
@@ -98,10 +100,12 @@ class WordEncoder:
 
     def __init__(self, cutters: list[Cut], encode_word: Encode) -> None:
         self._first, *self._cutters = cutters or [lambda text: (text,)]
-        self._known = _KnownWords(encode_word)
+        self._known = _KnownWords(encode_word, {})
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The token ids of ``text``, which must be ASCII."""
+        if len(self._known) >= _CACHED_WORDS:
+            self._known = self._known.followed()
         words = self._first(text)
         for cut in self._cutters:
             words = itertools.chain.from_iterable(map(cut, words))
