@@ -4,6 +4,7 @@ A segment holds the texts and tokens of its newest turn only; since each turn's 
 one's, older turns are lengths into them. Memory grows with the conversation, not with its square.
 """
 
+import weakref
 from typing import Literal
 
 import msgspec
@@ -16,21 +17,29 @@ Kind = Literal["chat", "text"]
 
 
 class RecordedTurn:
-    """A recorded turn, as lengths into its segment.
+    """A recorded turn, as lengths into its segment, which lives as long as the history does.
 
-    ``reply_text`` is the text that we returned for it.
+    The segment holds the turn and must not be held by it: what refers to itself in a circle is freed by the search for
+    garbage only, and that search would have to look at every token of every attempt that has ended.
     """
 
     def __init__(
         self, segment: "Segment", turn_index: int, prompt: Prompt, token_ids: tuple[int, ...], reply: Message
     ) -> None:
-        self.segment = segment
+        self._segment = weakref.ref(segment)
         self.turn_index = turn_index
         self.token_ids = token_ids
         self.reply = reply
         self.num_messages = len(prompt.messages)
         self.num_chars = len(prompt.text)
         self.num_prompt_tokens = len(prompt.token_ids)
+
+    @property
+    def segment(self) -> "Segment":
+        """The segment that it is a turn of."""
+        segment = self._segment()
+        assert segment is not None, "the history of this turn is gone"
+        return segment
 
     @property
     def reply_text(self) -> str:
