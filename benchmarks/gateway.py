@@ -12,7 +12,8 @@ of new text, and its body has 4 KB in the mean; with the second it brings 4 KB.
 
     steady      300 calls/s at fixed times whatever the answers do, gateway and direct in turn; what is added to the
                 direct call's median and 99th percentile
-    saturation  16, 64 and 256 calls in flight, each answered call followed by the next; calls answered per second
+    saturation  16, 64 and 256 calls in flight, each answered call followed by the next; calls answered per second,
+                CPU time of the gateway's process for a call, and the share of its core that the process got
 
     python benchmarks/gateway.py            three rounds, medians of the three
     python benchmarks/gateway.py --check    the same; exit code 1 below a floor
@@ -22,6 +23,7 @@ of new text, and its body has 4 KB in the mean; with the second it brings 4 KB.
 import argparse
 import asyncio
 import collections
+import functools
 import itertools
 import json
 import multiprocessing
@@ -75,6 +77,8 @@ TURN_GAP_S = 0.25
 IN_FLIGHT = (16, 64, 256)
 NUM_SAMPLED_TOKENS = 765
 VOCAB_SIZE = 16_384
+STALL_S = 60.0
+"""For so long not one call is answered: the gateway hangs. A slow one is no failure of the benchmark."""
 FLOORS: dict[str, float] = tomllib.loads((Path(__file__).parent / "floors.toml").read_text())["gateway"]
 SECRET = b"benchmark".ljust(32, b".")
 CALL = '<tool_call>{"name": "replace_line", "arguments": {"line": 3, "text": "return a - b"}}</tool_call>'
@@ -180,7 +184,7 @@ class TrivialUpstream:
         asked = msgspec.msgpack.decode(frame.body, type=_Asked)
         del buffer[:size]
         result = msgspec.structs.replace(self._result, request_id=asked.request_id)
-        return frames.encode(frames.Frame(frame.id, "reply", "", msgspec.Raw(msgspec.msgpack.encode(result))))
+        return bytes(frames.encode_with(frame.id, "reply", "", result))
 
     def _http(self, buffer: bytearray) -> bytes | None:
         size = http_size(buffer)
@@ -392,12 +396,34 @@ class Caller:
         host, _, port = url.removeprefix("http://").removesuffix("/v1").partition(":")
         self._address = (host, int(port))
         self._idle: list[HttpConnection] = []
+        self._waiting: collections.deque[Callable[[HttpConnection], None]] = collections.deque()
         self.num_answered = 0
 
     async def connect(self, num_connections: int) -> None:
         loop = asyncio.get_running_loop()
         while len(self._idle) < num_connections:
             self._idle.append((await loop.create_connection(HttpConnection, *self._address))[1])
+
+    def _with_connection(self, use: Callable[[HttpConnection], None]) -> None:
+        """Now, or as soon as a call is answered: where the server is slow, all connections may be in use."""
+        if self._idle:
+            use(self._idle.pop())
+        else:
+            self._waiting.append(use)
+
+    def _free(self, connection: HttpConnection) -> None:
+        if self._waiting:
+            self._waiting.popleft()(connection)
+        else:
+            self._idle.append(connection)
+
+    async def _until(self, done: "asyncio.Future[None]") -> None:
+        """Wait as long as calls are answered."""
+        while not done.done():
+            num_before = self.num_answered
+            await asyncio.wait([done], timeout=STALL_S)
+            if not done.done() and self.num_answered == num_before:
+                raise RuntimeError(f"not one call was answered within {STALL_S:.0f} s")
 
     async def steady(self, agents: Iterator[Agent], num_calls: int) -> list[float]:
         """Open loop: every attempt makes its calls at times fixed beforehand; seconds from due to answered."""
@@ -409,30 +435,37 @@ class Caller:
             request = agent.request()
             if request is None:
                 return
-            connection = self._idle.pop()
 
-            def answered(answer: bytes) -> None:
+            def use(connection: HttpConnection) -> None:
+                connection.call(request, functools.partial(answered, connection))
+
+            def answered(connection: HttpConnection, answer: bytes) -> None:
                 took_s.append(time.perf_counter() - due_s)
                 self.num_answered += 1
                 agent.answered(answer)
-                self._idle.append(connection)
+                self._free(connection)
                 if len(took_s) == num_calls:
                     done.set_result(None)
                 next_due_s = due_s + TURN_GAP_S
                 loop.call_later(max(0.0, next_due_s - time.perf_counter()), call, agent, next_due_s)
 
-            connection.call(request, answered)
+            self._with_connection(use)
 
         began_s = time.perf_counter() + 0.1
         for index in range(num_calls // TURNS_PER_ATTEMPT):
             due_s = began_s + index * TURNS_PER_ATTEMPT / STEADY_CALLS_PER_S
             loop.call_later(due_s - time.perf_counter(), call, next(agents), due_s)
-        async with asyncio.timeout(num_calls / STEADY_CALLS_PER_S + 30):
-            await done
+        await self._until(done)
         return took_s
 
-    async def saturate(self, agents: Iterator[Agent], num_in_flight: int, warm_s: float, for_s: float) -> float:
-        """Closed loop: calls answered per second of the time after ``warm_s``."""
+    async def saturate(
+        self, agents: Iterator[Agent], num_in_flight: int, lengths: "Lengths", cpu_s: Callable[[], float]
+    ) -> "Saturated":
+        """Closed loop: what was answered in the time after the warm-up.
+
+        Args:
+            cpu_s: what the gateway's process has used so far.
+        """
         loop = asyncio.get_running_loop()
         is_over = False
         num_open = 0
@@ -461,14 +494,14 @@ class Caller:
         for connection in self._idle[:num_in_flight]:
             num_open += 1
             call(connection, next(agents))
-        await asyncio.sleep(warm_s)
-        num_before, began_s = self.num_answered, time.perf_counter()
-        await asyncio.sleep(for_s)
-        rate = (self.num_answered - num_before) / (time.perf_counter() - began_s)
+        await asyncio.sleep(lengths.warm_s)
+        num_before, began_s, cpu_before_s = self.num_answered, time.perf_counter(), cpu_s()
+        await asyncio.sleep(lengths.saturate_s)
+        num_calls, took_s = self.num_answered - num_before, time.perf_counter() - began_s
+        used_s = cpu_s() - cpu_before_s
         is_over = True
-        async with asyncio.timeout(30):
-            await done
-        return rate
+        await self._until(done)
+        return Saturated(num_calls / took_s, 1e3 * used_s / max(1, num_calls), used_s / took_s)
 
 
 @dataclass(frozen=True)
@@ -480,8 +513,27 @@ class Lengths:
     saturate_s: float
 
 
+@dataclass(frozen=True)
+class Saturated:
+    """``core_share``: how much of its core the gateway got; where it is far below 1, others were at work on it."""
+
+    calls_per_s: float
+    cpu_ms_per_call: float
+    core_share: float
+
+
+def cpu_seconds(process_id: int) -> float:
+    """CPU time of all threads of a process so far, of user and system."""
+    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 async def measure_round(
-    gateway: Caller, direct: Caller, agents: Callable[[Load, str], Iterator[Agent]], lengths: Lengths
+    gateway: Caller,
+    direct: Caller,
+    agents: Callable[[Load, str], Iterator[Agent]],
+    lengths: Lengths,
+    cpu_s: Callable[[], float],
 ) -> dict[str, float]:
     """One round of everything; milliseconds and calls per second."""
     found: dict[str, float] = {}
@@ -495,28 +547,34 @@ async def measure_round(
     for load in (SMALL, LARGE):
         for num in IN_FLIGHT:
             calls = agents(load, "/v1/chat/completions")
-            found[f"{load.name}_calls_per_s_at_{num}"] = await gateway.saturate(
-                calls, num, lengths.warm_s, lengths.saturate_s
-            )
+            seen = await gateway.saturate(calls, num, lengths, cpu_s)
+            found[f"{load.name}_calls_per_s_at_{num}"] = seen.calls_per_s
+            found[f"{load.name}_cpu_ms_per_call_at_{num}"] = seen.cpu_ms_per_call
+            found[f"{load.name}_core_share_at_{num}"] = seen.core_share
         rates = [found[f"{load.name}_calls_per_s_at_{num}"] for num in IN_FLIGHT]
         found[f"{load.name}_calls_per_s"] = max(rates)
-        found[f"{load.name}_most_in_flight_of_best"] = rates[-1] / max(rates)
+        found[f"{load.name}_most_in_flight_of_best"] = rates[-1] / max(rates) if max(rates) else 0.0
     return found
 
 
 async def measure(
-    url: str, direct_url: str, texts: list[str], thinking: str, lengths: Lengths, num_rounds: int
+    urls: tuple[str, str],
+    texts: list[str],
+    thinking: str,
+    lengths: Lengths,
+    num_rounds: int,
+    cpu_s: Callable[[], float],
 ) -> dict[str, float]:
     makers = {load: Agents(load, thinking, texts) for load in (SMALL, LARGE)}
 
     def agents(load: Load, path: str) -> Iterator[Agent]:
         return (makers[load].new(path) for _ in itertools.count())
 
-    gateway, direct = Caller(url), Caller(direct_url)
+    gateway, direct = map(Caller, urls)
     for caller in (gateway, direct):
         await caller.connect(max(IN_FLIGHT))
     collect_rarely()
-    rounds = [await measure_round(gateway, direct, agents, lengths) for _ in range(num_rounds)]
+    rounds = [await measure_round(gateway, direct, agents, lengths, cpu_s) for _ in range(num_rounds)]
     result = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
     for load, maker in makers.items():
         result[f"{load.name}_bytes_in"] = statistics.mean(maker.num_bytes)
@@ -526,8 +584,8 @@ async def measure(
 
 def receive(pipe: Connection) -> Any:
     """What a process says, which may have died instead."""
-    if not pipe.poll(60):
-        raise RuntimeError("a process of the benchmark did not answer within 60 s")
+    if not pipe.poll(2 * STALL_S):
+        raise RuntimeError(f"a process of the benchmark did not answer within {2 * STALL_S:.0f} s")
     return pipe.recv()
 
 
@@ -549,7 +607,8 @@ def run(lengths: Lengths, num_rounds: int) -> dict[str, float]:
         server.start()
         url = receive(server_pipe)
         os.sched_setaffinity(0, {cores[-1]})
-        result = uvloop.run(measure(url, direct_url, texts[60:], thinking, lengths, num_rounds))
+        cpu_s = functools.partial(cpu_seconds, cast(int, server.pid))
+        result = uvloop.run(measure((url, direct_url), texts[60:], thinking, lengths, num_rounds, cpu_s))
         server_pipe.send("stop")
         num_sealed, counters, num_tokens = receive(server_pipe)
         upstream_pipe.send("stop")

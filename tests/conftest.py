@@ -4,6 +4,7 @@ import itertools
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from steelyard.testing.postgres import PostgresServer, missing, postgres_server
@@ -11,6 +12,10 @@ from steelyard.testing.s3_server import CREDENTIALS, S3Server, s3_server
 
 _BUCKETS = itertools.count()
 IS_CI = os.environ.get("CI") == "true"
+
+# How long an example takes says how busy the machine is, and must not decide a test.
+hypothesis.settings.register_profile("any_machine", deadline=None)
+hypothesis.settings.load_profile("any_machine")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -4,6 +4,7 @@ A segment holds the texts and tokens of its newest turn only; since each turn's 
 one's, older turns are lengths into them. Memory grows with the conversation, not with its square.
 """
 
+import weakref
 from typing import Literal
 
 import msgspec
@@ -16,21 +17,29 @@ Kind = Literal["chat", "text"]
 
 
 class RecordedTurn:
-    """A recorded turn, as lengths into its segment.
+    """A recorded turn, as lengths into its segment, which lives as long as the history does.
 
-    ``reply_text`` is the text that we returned for it.
+    The segment holds the turn and must not be held by it: what refers to itself in a circle is freed by the search for
+    garbage only, and that search would have to look at every token of every attempt that has ended.
     """
 
     def __init__(
         self, segment: "Segment", turn_index: int, prompt: Prompt, token_ids: tuple[int, ...], reply: Message
     ) -> None:
-        self.segment = segment
+        self._segment = weakref.ref(segment)
         self.turn_index = turn_index
         self.token_ids = token_ids
         self.reply = reply
         self.num_messages = len(prompt.messages)
         self.num_chars = len(prompt.text)
         self.num_prompt_tokens = len(prompt.token_ids)
+
+    @property
+    def segment(self) -> "Segment":
+        """The segment that it is a turn of."""
+        segment = self._segment()
+        assert segment is not None, "the history of this turn is gone"
+        return segment
 
     @property
     def reply_text(self) -> str:
@@ -62,6 +71,19 @@ class Segment:
     def token_ids(self) -> tuple[int, ...]:
         """All tokens: the newest prompt and what was sampled for it."""
         return (*self.newest_prompt.token_ids, *self.turns[-1].token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the newest prompt and what was sampled for it."""
+        return len(self.newest_prompt.token_ids) + len(self.turns[-1].token_ids)
+
+    def begins(self, token_ids: tuple[int, ...]) -> bool:
+        """Whether ``token_ids`` start with all tokens of the segment."""
+        num_prompt, sampled = len(self.newest_prompt.token_ids), self.turns[-1].token_ids
+        return (
+            token_ids[num_prompt : num_prompt + len(sampled)] == sampled
+            and token_ids[:num_prompt] == self.newest_prompt.token_ids
+        )
 
 
 class History:
@@ -112,8 +134,8 @@ class History:
 
     def find_tokens(self, token_ids: tuple[int, ...]) -> RecordedTurn | None:
         """The newest turn of the segment whose tokens are the longest prefix of ``token_ids``."""
-        fitting = [segment for segment in self.segments if _starts_with(token_ids, segment.token_ids)]
-        return max(fitting, key=lambda segment: len(segment.token_ids)).turns[-1] if fitting else None
+        fitting = [segment for segment in self.segments if segment.begins(token_ids)]
+        return max(fitting, key=lambda segment: segment.num_tokens).turns[-1] if fitting else None
 
     def place(self, prompt: Prompt, parent: RecordedTurn | None) -> Segment | None:
         """The segment that a turn with ``prompt`` goes on with; None where it starts a new one.
@@ -123,7 +145,7 @@ class History:
         """
         if parent is None or parent.segment.turns[-1] is not parent:
             return None
-        return parent.segment if _starts_with(prompt.token_ids, parent.segment.token_ids) else None
+        return parent.segment if parent.segment.begins(prompt.token_ids) else None
 
     def add(
         self, segment: Segment | None, kind: Kind, prompt: Prompt, token_ids: tuple[int, ...], reply: Message
@@ -162,7 +184,3 @@ def _is_returned(ours: Message, theirs: Message) -> bool:
         return False
     content = theirs.content if ours.content is not None else theirs.content or None
     return ours == msgspec.structs.replace(theirs, reasoning=ours.reasoning, content=content)
-
-
-def _starts_with(token_ids: tuple[int, ...], prefix: tuple[int, ...]) -> bool:
-    return token_ids[: len(prefix)] == prefix

@@ -1,6 +1,5 @@
 """The text of tokens by a table of their bytes, for byte-level tokenizers."""
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,9 +40,7 @@ class TokenBytes(dict[int, bytes]):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids``; bytes that are no UTF-8 become U+FFFD."""
-        if len(token_ids) < 2:
-            return b"".join([self[token_id] for token_id in token_ids]).decode("utf-8", "replace")
-        return b"".join(operator.itemgetter(*token_ids)(self)).decode("utf-8", "replace")
+        return b"".join(map(self.__getitem__, token_ids)).decode("utf-8", "replace")
 
 
 def is_byte_level(description: dict[str, Any]) -> bool:

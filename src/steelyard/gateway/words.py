@@ -7,11 +7,10 @@ come again and again. What the tokenizer's description says is translated where 
 is not ASCII, or a tokenizer of another kind, is left to the tokenizer itself.
 """
 
-import functools
 import itertools
 import re
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from steelyard.gateway.token_text import CHAR_OF_BYTE
@@ -56,8 +55,8 @@ def word_cutters(description: dict[str, Any]) -> list[Cut] | None:
         pattern = _pattern_of(step)
         if pattern is None:
             return None
-        if pattern:
-            cutters.append(pattern.split)
+        if isinstance(pattern, re.Pattern):
+            cutters.append(_cutter(pattern))
     return cutters
 
 
@@ -70,6 +69,27 @@ def word_encoder(model: Any) -> Encode:
     return encode
 
 
+class _KnownWords(dict[str, tuple[int, ...]]):
+    """The tokens of words; a look-up costs what one of a dict does. Long words must not fill it."""
+
+    def __init__(self, encode_word: Encode, older: Mapping[str, tuple[int, ...]]) -> None:
+        self._encode_word = encode_word
+        self._older = older
+
+    def __missing__(self, word: str) -> tuple[int, ...]:
+        found = self._older.get(word)
+        if found is None:
+            found = self._encode_word(word)
+        if len(word) <= _CACHED_WORD_CHARS:
+            self[word] = found
+        return found
+
+    def followed(self) -> "_KnownWords":
+        """An empty one that still knows these words, but not the older ones."""
+        self._older = {}
+        return _KnownWords(self._encode_word, self)
+
+
 class WordEncoder:
     """Encodes ASCII texts word by word.
 
@@ -79,21 +99,28 @@ class WordEncoder:
     """
 
     def __init__(self, cutters: list[Cut], encode_word: Encode) -> None:
-        self._cutters = cutters
-        self._encode_word = encode_word
-        self._cached = functools.lru_cache(_CACHED_WORDS)(encode_word)
+        self._first, *self._cutters = cutters or [lambda text: (text,)]
+        self._known = _KnownWords(encode_word, {})
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The token ids of ``text``, which must be ASCII."""
-        words = [text] if text else []
+        if len(self._known) >= _CACHED_WORDS:
+            self._known = self._known.followed()
+        words = self._first(text)
         for cut in self._cutters:
-            words = list(filter(None, itertools.chain.from_iterable(map(cut, words))))
-        is_short = max(map(len, words), default=0) <= _CACHED_WORD_CHARS
-        return tuple(itertools.chain.from_iterable(map(self._cached if is_short else self._encode_long, words)))
+            words = itertools.chain.from_iterable(map(cut, words))
+        return tuple(itertools.chain.from_iterable(map(self._known.__getitem__, words)))
 
-    def _encode_long(self, word: str) -> tuple[int, ...]:
-        """As the cache, which long words must not fill."""
-        return self._cached(word) if len(word) <= _CACHED_WORD_CHARS else self._encode_word(word)
+
+def _cutter(pattern: "re.Pattern[str]") -> Cut:
+    """Cuts by an expression in one group. Most expressions leave nothing in between, and then finding is enough."""
+    find, split = pattern.findall, pattern.split
+
+    def cut(text: str) -> Iterable[str]:
+        found: list[str] = find(text)
+        return found if sum(map(len, found)) == len(text) else split(text)
+
+    return cut
 
 
 def _pattern_of(step: dict[str, Any]) -> "re.Pattern[str] | str | None":

@@ -151,30 +151,30 @@ class Server:
 
     async def _run_call(self, frame: Frame, writer: asyncio.StreamWriter) -> None:
         def emit(event: Any) -> None:
-            writer.write(frames.encode(Frame(frame.id, "event", "", _raw(event))))
+            writer.write(frames.encode_with(frame.id, "event", "", event))
 
         known = self._handlers.get(frame.name)
         if known is None:
             failure = RemoteFailed(f"no endpoint is named {frame.name!r}")
-            await self._send(frames.error_frame(frame.id, failure), writer)
+            await self._send(frames.encode(frames.error_frame(frame.id, failure)), writer)
             return
         request_type, handler = known
         try:
             self._fault(f"call:{frame.name}")
             reply = await handler(msgspec.msgpack.decode(frame.body, type=request_type), emit)
             self._fault(f"reply:{frame.name}")
-            answer = Frame(frame.id, "reply", "", _raw(reply))
+            answer = frames.encode_with(frame.id, "reply", "", reply)
         except SteelyardError as error:
-            answer = frames.error_frame(frame.id, error)
+            answer = frames.encode(frames.error_frame(frame.id, error))
         except Exception as error:
             # The caller must learn of any failure; it decides whether the run can go on.
             logger.exception("call %s failed", frame.name)
-            answer = frames.error_frame(frame.id, error)
+            answer = frames.encode(frames.error_frame(frame.id, error))
         await self._send(answer, writer)
 
-    async def _send(self, answer: Frame, writer: asyncio.StreamWriter) -> None:
+    async def _send(self, answer: bytearray, writer: asyncio.StreamWriter) -> None:
         if not writer.is_closing():
-            writer.write(frames.encode(answer))
+            writer.write(answer)
             await writer.drain()
 
 
@@ -262,7 +262,7 @@ class Client:
         pending = _PendingCall(method, asyncio.get_running_loop().create_future(), on_event)
         self._pending[call_id] = pending
         try:
-            self._transport.write(frames.encode(Frame(call_id, "call", method, _raw(request))))
+            self._transport.write(frames.encode_with(call_id, "call", method, request))
             # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the reply.
             async with asyncio.timeout(deadline_s):
                 return await pending.done
@@ -327,7 +327,3 @@ class _PendingCall:
     method: str
     done: "asyncio.Future[msgspec.Raw]"
     on_event: Callable[[msgspec.Raw], None] | None
-
-
-def _raw(record: Any) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.msgpack.encode(record))

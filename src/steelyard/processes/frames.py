@@ -40,16 +40,24 @@ _ENCODER = msgspec.msgpack.Encoder()
 NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
 
 
-def encode(frame: Frame) -> bytes:
+def encode(frame: Frame) -> bytearray:
     """The frame's bytes, length first.
 
     Raises:
         ValueError: the frame is larger than ``MAX_FRAME_BYTES``.
     """
-    payload = _ENCODER.encode(frame)
-    if len(payload) > MAX_FRAME_BYTES:
-        raise ValueError(f"a frame must be <= {MAX_FRAME_BYTES} bytes, got {len(payload)} ({frame.kind} {frame.name})")
-    return _LENGTH.pack(len(payload)) + payload
+    return encode_with(frame.id, frame.kind, frame.name, frame.body)
+
+
+def encode_with(call_id: int, kind: FrameKind, name: str, record: object) -> bytearray:
+    """As :func:`encode`, of a frame whose body is the record's bytes, which are not made apart."""
+    data = bytearray()
+    _ENCODER.encode_into((call_id, kind, name, record), data, _LENGTH.size)
+    num_bytes = len(data) - _LENGTH.size
+    if num_bytes > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame must be <= {MAX_FRAME_BYTES} bytes, got {num_bytes} ({kind} {name})")
+    _LENGTH.pack_into(data, 0, num_bytes)
+    return data
 
 
 async def read(reader: asyncio.StreamReader) -> Frame | None:
@@ -77,9 +85,10 @@ class FrameBuffer:
         Raises:
             errors.RemoteFailed: a length or a payload is not one of ours.
         """
-        self._rest += data
+        if self._rest:
+            self._rest += data
         found, offset = [], 0
-        with memoryview(self._rest) as view:
+        with memoryview(self._rest or data) as view:
             while len(view) >= offset + _LENGTH.size:
                 start = offset + _LENGTH.size
                 end = start + _payload_bytes(view, offset)
@@ -87,6 +96,9 @@ class FrameBuffer:
                     break
                 found.append(_decode(view[start:end].tobytes()))
                 offset = end
+            if not self._rest:
+                self._rest += view[offset:]
+                return found
         del self._rest[:offset]
         return found
 

@@ -112,7 +112,7 @@ def read_lines(path: Path, data: bytes) -> Counter[str]:
     return counts
 
 
-def append_whole(descriptor: int, path: Path, data: bytes, num_bytes_before: int) -> None:
+def append_whole(descriptor: int, path: Path | str, data: bytes | bytearray, num_bytes_before: int) -> None:
     """Append ``data`` in one write; where the disk takes only a part, take that part back.
 
     This writes to the page cache and does not wait for the disk, so it is called in the event loop: a hop

@@ -21,12 +21,13 @@ from steelyard.types import Turn, VersionSpan
 
 _FRAME = struct.Struct("<IQ")
 _MAX_DESCRIPTORS = 4096
+_MAX_SPARE = 256
 _TURN_ENCODER = msgspec.msgpack.Encoder()
 _TURN_DECODER = msgspec.msgpack.Decoder(Turn)
 
 
 class TurnOutline(msgspec.Struct, frozen=True, kw_only=True):
-    """What sealing must know of a turn, without its prompt and its log-probabilities."""
+    """What sealing must know of a turn, without its prompt and its tokens."""
 
     attempt_id: str
     turn_index: int
@@ -38,10 +39,26 @@ class TurnOutline(msgspec.Struct, frozen=True, kw_only=True):
 _OUTLINE_DECODER = msgspec.msgpack.Decoder(TurnOutline)
 
 
+class _OpenFile:
+    """A file that stays open, and its size, which nobody else changes."""
+
+    __slots__ = ("descriptor", "num_bytes", "path")
+
+    def __init__(self, path: str, descriptor: int, num_bytes: int) -> None:
+        self.path = path
+        self.descriptor = descriptor
+        self.num_bytes = num_bytes
+
+    def delete(self) -> None:
+        os.close(self.descriptor)
+        Path(self.path).unlink(missing_ok=True)
+
+
 class OpenTraces:
     """The open traces in one directory, which this process alone writes.
 
-    The files that were written last stay open.
+    The files that were written last stay open. The file of a trace that is removed stays too, empty and under its old
+    name, until a new trace takes it over: to make and to delete a file costs some file systems more than all else.
 
     Args:
         max_open_files: by default a quarter of what the process may open, at most 4096.
@@ -50,9 +67,11 @@ class OpenTraces:
     def __init__(self, directory: Path, max_open_files: int | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
-        self._descriptors: OrderedDict[str, int] = OrderedDict()
+        self._files: OrderedDict[str, _OpenFile] = OrderedDict()
+        self._spare: dict[str, _OpenFile] = {}
         allowed = min(_MAX_DESCRIPTORS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-        self._max_descriptors = max(1, allowed if max_open_files is None else max_open_files)
+        self._max_files = max(1, allowed if max_open_files is None else max_open_files)
+        self._frame = bytearray()
 
     def append(self, turn: Turn) -> int:
         """Append one turn; returns the size in bytes before, for ``retract``.
@@ -60,9 +79,11 @@ class OpenTraces:
         Raises:
             StorageFailed: the disk refused; the open trace is as before.
         """
-        descriptor = self._descriptor(turn.attempt_id)
-        num_bytes_before = os.fstat(descriptor).st_size
-        append_whole(descriptor, self._directory / turn.attempt_id, encode_frame(turn), num_bytes_before)
+        file = self._file(turn.attempt_id)
+        num_bytes_before = file.num_bytes
+        frame = encode_frame(turn, self._frame)
+        append_whole(file.descriptor, file.path, frame, num_bytes_before)
+        file.num_bytes += len(frame)
         return num_bytes_before
 
     def retract(self, attempt_id: str, num_bytes: int) -> None:
@@ -76,6 +97,8 @@ class OpenTraces:
             os.truncate(path, num_bytes)
         except OSError as error:
             raise storage_failed(path, error) from error
+        if attempt_id in self._files:
+            self._files[attempt_id].num_bytes = num_bytes
 
     def turns(self, attempt_id: str) -> tuple[Turn, ...]:
         """The turns in order, without a torn last frame; empty where there is no open trace.
@@ -83,8 +106,7 @@ class OpenTraces:
         Raises:
             IntegrityError: a frame before the last one is damaged.
         """
-        path = trace_path(self._directory, attempt_id)
-        return read_frames(path, path.read_bytes()) if path.exists() else ()
+        return read_frames(self._path(attempt_id), self._read(attempt_id))
 
     def payloads(self, attempt_id: str) -> tuple[tuple[memoryview, ...], tuple[TurnOutline, ...]]:
         """The msgpack bytes of the turns, and their outlines; as :meth:`turns`, but most is not decoded.
@@ -92,53 +114,112 @@ class OpenTraces:
         Raises:
             IntegrityError: a frame before the last one is damaged.
         """
-        path = trace_path(self._directory, attempt_id)
-        payloads = tuple(read_payloads(path, path.read_bytes())) if path.exists() else ()
+        payloads = tuple(read_payloads(self._path(attempt_id), self._read(attempt_id)))
         return payloads, tuple(_OUTLINE_DECODER.decode(payload) for payload in payloads)
 
     def remove(self, attempt_id: str) -> None:
-        """Delete an open trace, if there is one."""
-        self.let_go((attempt_id,))
-        trace_path(self._directory, attempt_id).unlink(missing_ok=True)
+        """Empty an open trace, if there is one; from here on there is none."""
+        file = self._files.pop(attempt_id, None)
+        if file is None:
+            trace_path(self._directory, attempt_id).unlink(missing_ok=True)
+            return
+        if len(self._spare) < min(_MAX_SPARE, self._max_files // 2):
+            try:
+                os.ftruncate(file.descriptor, 0)
+            except OSError:
+                pass  # deleting it may still go well
+            else:
+                file.num_bytes = 0
+                self._spare[file.path] = file
+                return
+        file.delete()
 
     def let_go(self, attempt_ids: Iterable[str]) -> None:
         """Close the files of attempts that get no more turns."""
         for attempt_id in attempt_ids:
-            descriptor = self._descriptors.pop(attempt_id, None)
-            if descriptor is not None:
-                os.close(descriptor)
+            file = self._files.pop(attempt_id, None)
+            if file is not None:
+                os.close(file.descriptor)
 
     def paths(self) -> Iterator[Path]:
-        """The files, in no order."""
-        return self._directory.iterdir()
+        """The files, in no order, without those that wait to be taken over."""
+        return (path for path in self._directory.iterdir() if str(path) not in self._spare)
+
+    def attempts(self) -> Iterator[str]:
+        """Attempts that have a turn, or a part of one."""
+        return (entry.name for entry in os.scandir(self._directory) if entry.stat().st_size)
 
     def close(self) -> None:
         """Close all files."""
-        self.let_go(tuple(self._descriptors))
+        self.let_go(tuple(self._files))
+        while self._spare:
+            self._spare.popitem()[1].delete()
 
-    def _descriptor(self, attempt_id: str) -> int:
-        descriptor = self._descriptors.get(attempt_id)
-        if descriptor is not None:
-            self._descriptors.move_to_end(attempt_id)
-            return descriptor
-        path = self._directory / check_attempt_id(attempt_id)
-        if len(self._descriptors) >= self._max_descriptors:
-            os.close(self._descriptors.popitem(last=False)[1])
+    def _path(self, attempt_id: str) -> str:
+        return f"{self._directory}/{check_attempt_id(attempt_id)}"
+
+    def _read(self, attempt_id: str) -> bytes:
+        file = self._files.get(attempt_id)
+        if file is not None:
+            data = os.pread(file.descriptor, file.num_bytes, 0)
+            if len(data) == file.num_bytes:
+                return data
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            return Path(self._path(attempt_id)).read_bytes()
+        except FileNotFoundError:
+            return b""
+
+    def _file(self, attempt_id: str) -> _OpenFile:
+        file = self._files.get(attempt_id)
+        if file is not None:
+            self._files.move_to_end(attempt_id)
+            return file
+        path = self._path(attempt_id)
+        try:
+            file = self._taken_over(path) or self._opened(path)
         except OSError as error:
             raise storage_failed(path, error) from error
-        self._descriptors[attempt_id] = descriptor
-        return descriptor
+        self._files[attempt_id] = file
+        return file
+
+    def _taken_over(self, path: str) -> _OpenFile | None:
+        """An empty file under its new name; None where there is none, or where ``path`` is another's."""
+        if path in self._spare:
+            return self._spare.pop(path)
+        if not self._spare or Path(path).exists():
+            return None
+        file = self._spare.popitem()[1]
+        try:
+            Path(file.path).rename(path)
+        except OSError:  # whoever took it away did not take its name to be ours
+            os.close(file.descriptor)
+            return None
+        file.path = path
+        return file
+
+    def _opened(self, path: str) -> _OpenFile:
+        if self._spare and len(self._files) + len(self._spare) >= self._max_files:
+            self._spare.popitem()[1].delete()
+        elif len(self._files) >= self._max_files:
+            os.close(self._files.popitem(last=False)[1].descriptor)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        return _OpenFile(path, descriptor, os.fstat(descriptor).st_size)
 
 
-def encode_frame(turn: Turn) -> bytes:
-    """One turn as it stands in an open trace."""
-    payload = _TURN_ENCODER.encode(turn)
-    return _FRAME.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
+def encode_frame(turn: Turn, into: bytearray | None = None) -> bytearray:
+    """One turn as it stands in an open trace.
+
+    Args:
+        into: is used for it, whatever is in it; None takes a new one.
+    """
+    frame = bytearray() if into is None else into
+    _TURN_ENCODER.encode_into(turn, frame, _FRAME.size)
+    with memoryview(frame) as view, view[_FRAME.size :] as payload:
+        _FRAME.pack_into(frame, 0, len(payload), xxhash.xxh3_64_intdigest(payload))
+    return frame
 
 
-def read_payloads(path: Path, data: bytes) -> Iterator[memoryview]:
+def read_payloads(path: Path | str, data: bytes) -> Iterator[memoryview]:
     """The payloads of an open trace; a last frame cut short by a crash is left out.
 
     Raises:
@@ -158,6 +239,6 @@ def read_payloads(path: Path, data: bytes) -> Iterator[memoryview]:
         offset += _FRAME.size + length
 
 
-def read_frames(path: Path, data: bytes) -> tuple[Turn, ...]:
+def read_frames(path: Path | str, data: bytes) -> tuple[Turn, ...]:
     """The turns of an open trace. Raises as :func:`read_payloads`."""
     return tuple(_TURN_DECODER.decode(payload) for payload in read_payloads(path, data))

@@ -79,7 +79,7 @@ class TraceStore:
 
     def open_attempts(self) -> tuple[str, ...]:
         """Attempts with an open trace; after a restart, those whose gateway died under them."""
-        return tuple(sorted(path.name for path in self._open.paths()))
+        return tuple(sorted(self._open.attempts()))
 
     def sealed_attempts(self) -> tuple[str, ...]:
         """Attempts with a sealed trace."""

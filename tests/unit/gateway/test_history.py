@@ -1,4 +1,6 @@
+import gc
 import json
+import weakref
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,10 +43,23 @@ def test_turns_that_extend_each_other_share_a_segment() -> None:
 
 
 def test_an_older_turn_is_given_back_as_it_was() -> None:
-    _, first, _ = two_turns()
+    history, first, _ = two_turns()
+    assert history.num_turns == 2
     previous = first.as_previous()
     assert previous.prompt == chat_prompt(user("a"), token_ids=(1, 2))
     assert (previous.token_ids, previous.reply) == ((3,), assistant("b"))
+
+
+def test_what_an_attempt_has_said_is_freed_with_its_history_and_not_left_to_the_search_for_garbage() -> None:
+    history, *_ = two_turns()
+    segment, turn = weakref.ref(history.segments[0]), weakref.ref(history.segments[0].turns[0])
+    del _
+    gc.disable()
+    try:
+        del history
+        assert (segment(), turn()) == (None, None)
+    finally:
+        gc.enable()
 
 
 def test_the_longest_equal_message_prefix_is_found() -> None:

@@ -142,3 +142,21 @@ def codec(directory: Path) -> TokenCodec:
 def tokenizer(directory: Path) -> Tokenizer:
     described = json.loads((directory / "tokenizer.json").read_text())
     return Tokenizer.from_str(json.dumps({**described, "added_tokens": []}))
+
+
+def test_of_many_words_the_newest_are_known_and_the_oldest_are_not() -> None:
+    asked: list[str] = []
+
+    def encode_word(word: str) -> tuple[int, ...]:
+        asked.append(word)
+        return (int(word),)
+
+    encoder = WordEncoder([str.split], encode_word)
+    for begin in range(0, 80_000, 1000):
+        numbers = range(begin, begin + 1000)
+        assert encoder.encode(" ".join(map(str, numbers))) == tuple(numbers)
+    asked.clear()
+    assert encoder.encode(" ".join(map(str, range(60_000, 80_000)))) == tuple(range(60_000, 80_000))
+    assert asked == []
+    assert encoder.encode("7 8") == (7, 8)
+    assert asked == ["7", "8"], "what is kept is bounded"

@@ -1,3 +1,4 @@
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 from steelyard.testing.traces import make_turn
 from steelyard.traces.open_traces import OpenTraces
 from steelyard.traces.sealed import decode_sealed, splice_sealed
-from steelyard.types import EndReason, ToolRecord, Trace
+from steelyard.types import EndReason, ToolRecord, Trace, Turn
 
 
 def num_open_files() -> int:
@@ -34,6 +35,54 @@ def test_a_removed_trace_is_begun_anew_and_not_written_into_its_deleted_file(tmp
     assert traces.append(make_turn("att_a", 1)) == 0
     assert traces.turns("att_a") == (make_turn("att_a", 1),)
     traces.close()
+
+
+def test_the_file_of_a_removed_trace_becomes_that_of_a_new_one_and_is_no_trace_in_between(tmp_path: Path) -> None:
+    traces = OpenTraces(tmp_path)
+    for attempt_id in ("att_a", "att_b"):
+        traces.append(make_turn(attempt_id, 0))
+    number = (tmp_path / "att_a").stat().st_ino
+    traces.remove("att_a")
+    assert (tuple(traces.attempts()), [path.name for path in traces.paths()]) == (("att_b",), ["att_b"])
+    assert traces.turns("att_a") == ()
+    assert traces.append(make_turn("att_c", 0)) == 0
+    assert (tmp_path / "att_c").stat().st_ino == number
+    assert sorted(traces.attempts()) == ["att_b", "att_c"]
+    assert traces.turns("att_c") == (make_turn("att_c", 0),)
+    traces.remove("att_b")
+    traces.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["att_c"]
+
+
+@given(
+    actions=st.lists(st.tuples(st.sampled_from(["append", "retract", "remove", "reopen"]), st.integers(0, 3))),
+    max_open_files=st.integers(1, 5),
+)
+def test_traces_that_share_few_files_never_hold_a_turn_of_another(
+    actions: list[tuple[str, int]], max_open_files: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        traces = OpenTraces(Path(folder), max_open_files)
+        held: dict[str, list[Turn]] = {f"att_{number}": [] for number in range(4)}
+        for action, number in actions:
+            attempt_id = f"att_{number}"
+            turns = held[attempt_id]
+            if action in ("append", "retract"):
+                turn = make_turn(attempt_id, len(turns))
+                num_bytes = traces.append(turn)
+                if action == "append":
+                    turns.append(turn)
+                else:
+                    traces.retract(attempt_id, num_bytes)
+            elif action == "remove":
+                traces.remove(attempt_id)
+                turns.clear()
+            else:
+                traces.close()
+                traces = OpenTraces(Path(folder), max_open_files)
+            assert {name: list(traces.turns(name)) for name in held} == held
+            assert sorted(traces.attempts()) == [name for name, turns in held.items() if turns]
+        traces.close()
 
 
 @given(lengths=st.lists(st.integers(1, 6), max_size=4), num_tools=st.integers(0, 2))
