@@ -123,10 +123,14 @@ def _limits(config: Config) -> LimitsPart:
     """Those of the scheduler; where nobody moves devices, the split itself is within its limits."""
     resources, scheduler = config.resources, config.scheduler
     if _policy(config).kind == "fixed":
-        return LimitsPart(min_rollout=resources.rollout_gpus, min_train=resources.train_gpus)
+        return LimitsPart(
+            min_rollout=resources.rollout_gpus, min_train=resources.train_gpus, min_reward=resources.reward_gpus
+        )
     return LimitsPart(
         min_rollout=scheduler.min_rollout_gpus,
         min_train=scheduler.min_train_gpus,
+        # No key says how many a reward model may come down to: it keeps one.
+        min_reward=min(1, resources.reward_gpus),
         max_rollout=scheduler.max_rollout_gpus,
     )
 
