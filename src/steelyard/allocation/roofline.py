@@ -59,10 +59,17 @@ class Roofline:
 
     def work_s(self, flops: float, num_bytes: float, compute_correction: float) -> float:
         """Arithmetic and memory traffic of one device, overlapped."""
-        compute_s = flops / self.device.peak_flops_per_s * compute_correction
-        memory_s = num_bytes / self.device.memory_bytes_per_s * self.corrections.memory
+        compute_s, memory_s = self.compute_s(flops, compute_correction), self.memory_s(num_bytes)
         hidden = self.corrections.overlap
         return max(compute_s, memory_s) + (1.0 - hidden) * min(compute_s, memory_s)
+
+    def compute_s(self, flops: float, compute_correction: float) -> float:
+        """Arithmetic of one device alone."""
+        return flops / self.device.peak_flops_per_s * compute_correction
+
+    def memory_s(self, num_bytes: float) -> float:
+        """Memory traffic of one device alone."""
+        return num_bytes / self.device.memory_bytes_per_s * self.corrections.memory
 
     def launches_s(self, num_layers: int) -> float:
         """Fixed cost of an engine's step through ``num_layers`` layers."""

@@ -28,8 +28,11 @@ class StepWork(Record, frozen=True, kw_only=True):
 
 def prompt_work(new_tokens: int, context_tokens: int = 0) -> StepWork:
     """A prompt of ``new_tokens`` after ``context_tokens`` that the KV holds already."""
-    pairs = new_tokens * context_tokens + new_tokens * (new_tokens + 1) / 2
-    return StepWork(prefill_tokens=new_tokens, prefill_pairs=pairs, num_prompts=1)
+    return StepWork(prefill_tokens=new_tokens, prefill_pairs=_pairs(new_tokens, context_tokens), num_prompts=1)
+
+
+def _pairs(new_tokens: int, context_tokens: int) -> float:
+    return new_tokens * context_tokens + new_tokens * (new_tokens + 1) / 2
 
 
 class ServingCost:
@@ -67,31 +70,64 @@ class ServingCost:
             )
         # What every step asks for is computed once.
         experts = architecture.experts
-        self._active, self._head = architecture.active_parameters, architecture.head_parameters
-        self._shared = float(architecture.base_parameters + self._head)
-        self._stored = experts.num_layers * experts.num_experts * architecture.expert_parameters if experts else 0
+        active, head = architecture.active_parameters, architecture.head_parameters
+        self._shared_bytes = float(architecture.base_parameters + head) * element_bytes / tp
+        stored = experts.num_layers * experts.num_experts * architecture.expert_parameters if experts else 0
+        self._expert_bytes = float(stored) * element_bytes / tp
+        self._decode_flops, self._prompt_flops, self._head_flops = 2.0 * (active + head), 2.0 * active, 2.0 * head
+        self._pair_flops = architecture.attention_flops(1.0)
+        self._s_per_decode_flop = roofline.compute_s(1.0, roofline.corrections.decode_compute) / tp
+        self._s_per_prefill_flop = roofline.compute_s(1.0, roofline.corrections.prefill_compute) / tp
+        self._s_per_byte = roofline.memory_s(1.0)
+        self._exposed_frac = 1.0 - roofline.corrections.overlap
         self._launches_s = roofline.launches_s(architecture.num_layers)
+        self._talk_s = self.communication_s(0)
+        self._talk_s_per_token = self.communication_s(1) - self._talk_s
 
     def step_s(self, work: StepWork) -> float:
         """One step of the engine, in seconds; 0 where there is nothing to do."""
-        num_tokens = work.num_decoding + work.prefill_tokens
-        if num_tokens == 0:
-            return 0.0
-        roofline = self.roofline
-        decode_s = prefill_s = 0.0
-        if work.num_decoding:
-            decode_s = roofline.work_s(*self._decode(work), roofline.corrections.decode_compute)
-        if work.prefill_tokens:
-            prefill_s = roofline.work_s(*self._prefill(work), roofline.corrections.prefill_compute)
-        return decode_s + prefill_s + self.communication_s(num_tokens) + self._launches_s
+        return self._time_s(
+            work.num_decoding, work.kv_tokens, work.prefill_tokens, work.prefill_pairs, work.num_prompts
+        )
 
     def decode_step_s(self, batch: int, context_tokens: float) -> float:
         """One token for each of ``batch`` sequences with ``context_tokens`` each."""
-        return self.step_s(StepWork(num_decoding=batch, kv_tokens=batch * context_tokens))
+        return self._time_s(batch, batch * context_tokens, 0.0, 0.0, 0)
 
     def prefill_s(self, new_tokens: int, context_tokens: int = 0) -> float:
         """A prompt alone. Moving a trajectory costs this for all of its tokens on the target."""
-        return self.step_s(prompt_work(new_tokens, context_tokens)) if new_tokens else 0.0
+        if not new_tokens:
+            return 0.0
+        return self._time_s(0, 0.0, new_tokens, _pairs(new_tokens, context_tokens), 1)
+
+    def _time_s(
+        self, num_decoding: int, kv_tokens: float, prefill_tokens: float, prefill_pairs: float, num_prompts: int
+    ) -> float:
+        """See :class:`StepWork`. What a simulation asks for most: no record is made, constants are known."""
+        num_tokens = num_decoding + prefill_tokens
+        if num_tokens == 0:
+            return 0.0
+        took_s = self._launches_s
+        decode_bytes = self.touched_bytes(num_decoding) if num_decoding else 0.0
+        if num_decoding:
+            # Those that decode pay for reading the weights.
+            flops = num_decoding * self._decode_flops + kv_tokens * self._pair_flops
+            num_bytes = (kv_tokens + num_decoding) * self.kv_bytes_per_token + decode_bytes
+            took_s += self._work_s(flops * self._s_per_decode_flop, num_bytes * self._s_per_byte)
+        if prefill_tokens:
+            flops = prefill_tokens * self._prompt_flops + num_prompts * self._head_flops
+            flops += prefill_pairs * self._pair_flops
+            num_bytes = prefill_tokens * self.kv_bytes_per_token + self.touched_bytes(num_tokens) - decode_bytes
+            took_s += self._work_s(flops * self._s_per_prefill_flop, num_bytes * self._s_per_byte)
+        if self.tp > 1:
+            took_s += self._talk_s + num_tokens * self._talk_s_per_token
+        return took_s
+
+    def _work_s(self, compute_s: float, memory_s: float) -> float:
+        """As :meth:`Roofline.work_s`."""
+        if compute_s > memory_s:
+            return compute_s + self._exposed_frac * memory_s
+        return memory_s + self._exposed_frac * compute_s
 
     def decode_rate_limit(self, context_tokens: float) -> float:
         """Tokens per second per device that no batch exceeds, with unlimited memory and concurrency.
@@ -104,10 +140,9 @@ class ServingCost:
 
     def touched_bytes(self, num_tokens: float) -> float:
         """Weights that a step reads on one device: all that is shared, and the experts that are met."""
-        touched = self._shared
-        if self._stored:
-            touched += self._stored * self.architecture.touched_experts_frac(num_tokens)
-        return touched * self.element_bytes / self.tp
+        if self._expert_bytes:
+            return self._shared_bytes + self._expert_bytes * self.architecture.touched_experts_frac(num_tokens)
+        return self._shared_bytes
 
     def communication_s(self, num_tokens: float) -> float:
         """Two all-reduces of the hidden states a layer (Shoeybi et al., Megatron-LM, arXiv 1909.08053)."""
@@ -115,23 +150,6 @@ class ServingCost:
             return 0.0
         one_s = self.roofline.all_reduce_s(num_tokens * self.architecture.hidden_size * self.element_bytes, self.tp)
         return 2.0 * self.architecture.num_layers * one_s
-
-    def _decode(self, work: StepWork) -> tuple[float, float]:
-        """FLOPs and bytes of one device for the sequences that decode; they pay for reading the weights."""
-        flops = work.num_decoding * (2.0 * (self._active + self._head))
-        flops += self.architecture.attention_flops(work.kv_tokens)
-        num_bytes = (work.kv_tokens + work.num_decoding) * self.kv_bytes_per_token
-        num_bytes += self.touched_bytes(work.num_decoding)
-        return flops / self.tp, num_bytes
-
-    def _prefill(self, work: StepWork) -> tuple[float, float]:
-        """The same for prompts. Where others decode in the step too, the weights are read for them already."""
-        flops = 2.0 * (work.prefill_tokens * self._active + work.num_prompts * self._head)
-        flops += self.architecture.attention_flops(work.prefill_pairs)
-        num_bytes = work.prefill_tokens * self.kv_bytes_per_token
-        together = self.touched_bytes(work.num_decoding + work.prefill_tokens)
-        num_bytes += together - (self.touched_bytes(work.num_decoding) if work.num_decoding else 0.0)
-        return flops / self.tp, num_bytes
 
 
 def check_tp(architecture: Architecture, roofline: Roofline, tp: int) -> None:
