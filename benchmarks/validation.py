@@ -197,11 +197,12 @@ async def run_once(one: OneReplica, calls: Calls, trajectories: tuple[Trajectory
             context += result.token_ids
             if index + 1 < len(work.turns):
                 await asyncio.sleep(turn.tool_s)
+        # As a run does: what an attempt that goes on has in the cache must not be taken from it by one that has ended.
+        await one.router.release(name)
 
     cpu_before_s, started_s = one.cpu_s(), time.perf_counter()
     await asyncio.gather(*map(agent, names, trajectories, texts))
     took_s, cpu_s = time.perf_counter() - started_s, one.cpu_s() - cpu_before_s
-    await asyncio.gather(*map(one.router.release, names))
     return Real(took_s, cpu_s / (open_calls.open_s * cores))
 
 

@@ -15,7 +15,8 @@ device-seconds.
 *Lag.* A group is admitted when at most ``(L + 1) B`` groups, itself included, have not become weights that are READY.
 It holds its place from then until the version that was trained on it is READY. By Little's argument the places, ``(L
 + 1) B T`` place-seconds, suffice for the sum over groups of the time that each must hold one: the critical path of
-its slowest member, its training step, and publication (but for the last step's).
+its slowest member, its training step, and publication. That of the last L + 1 steps is not counted: nobody waits for
+it, and the run may end before it has.
 
 *Joint.* Work and places together: see :mod:`steelyard.sim.joint_bound`.
 
@@ -127,12 +128,14 @@ class _Bounds:
         return [self._groups[start : start + size] for start in range(0, len(self._groups), size)]
 
     def _step_held_s(self, steps: Sequence[float]) -> float:
-        """For how long groups hold their places once they are scored, in sum: a step, and publication but for the last.
+        """For how long groups hold their places once they are scored, in sum: a step, and publication where it must
+        have ended before the run does, for the last group was admitted then.
 
         The sum over steps does not depend on which step takes which group.
         """
-        size = self._setup.groups_per_batch
-        return size * sum(steps) + (len(self._groups) - size) * self._publish_s
+        size, num_steps = self._setup.groups_per_batch, len(steps)
+        num_published = max(0, num_steps - self._setup.max_policy_lag - 1)
+        return size * (sum(steps) + num_published * self._publish_s)
 
     def _path_s(self, paths: Sequence[float], steps: Sequence[float]) -> float:
         """The end of the last step, from the ends of the ones before; see the module's text."""
