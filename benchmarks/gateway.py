@@ -41,7 +41,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import uvloop
 
 from steelyard.clock import SystemClock
@@ -54,24 +53,22 @@ from steelyard.gateway.service import Gateway
 from steelyard.ids import RandomIds
 from steelyard.inference.client import ClientDeadlines, EngineClient
 from steelyard.metrics import Counters
-from steelyard.processes import frames
 from steelyard.processes.channel import Client
 from steelyard.processes.garbage import collect_rarely
+from steelyard.testing.gateway_load import CALL, SECRET, TURNS_PER_ATTEMPT, Agent, Agents, Load
 from steelyard.testing.tokenizer import write_tokenizer
+from steelyard.testing.trivial_upstream import HttpConnection, TrivialUpstream
 from steelyard.traces.ledger import TokenLedger
 from steelyard.traces.store import TraceStore
 from steelyard.types import (
     AttemptBinding,
     EndReason,
-    FinishReason,
     GenerateRequest,
     GenerateResult,
     Sampling,
     TokenChunk,
-    VersionSpan,
 )
 
-TURNS_PER_ATTEMPT = 4
 STEADY_CALLS_PER_S = 300.0
 TURN_GAP_S = 0.25
 IN_FLIGHT = (16, 64, 256)
@@ -80,34 +77,6 @@ VOCAB_SIZE = 16_384
 STALL_S = 60.0
 """For so long not one call is answered: the gateway hangs. A slow one is no failure of the benchmark."""
 FLOORS: dict[str, float] = tomllib.loads((Path(__file__).parent / "floors.toml").read_text())["gateway"]
-SECRET = b"benchmark".ljust(32, b".")
-CALL = '<tool_call>{"name": "replace_line", "arguments": {"line": 3, "text": "return a - b"}}</tool_call>'
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": f"{name.replace('_', ' ').capitalize()} of the file that is open.",
-            "parameters": {
-                "type": "object",
-                "properties": {"line": {"type": "integer"}, "text": {"type": "string"}},
-            },
-        },
-    }
-    for name in ("replace_line", "insert_line", "show_lines")
-]
-SYSTEM = "Repair the function with the tools. Read the text of the task, call one tool at a time, then submit."
-CALL_ID = b"CALL_ID_%d_"
-
-
-@dataclass(frozen=True)
-class Load:
-    """``new_bytes``: of text that a call brings."""
-
-    name: str
-    new_bytes: int
-
-
 SMALL, LARGE = Load("small", 512), Load("large", 4096)
 
 
@@ -124,85 +93,6 @@ def sampled_tokens(codec: TokenCodec, end_of_turn_id: int) -> tuple[int, ...]:
     draw = random.Random(0)
     thinking = draw.choices(letters, k=NUM_SAMPLED_TOKENS - len(call) - 1)
     return (*thinking, *call, end_of_turn_id)
-
-
-class _Asked(msgspec.Struct):
-    request_id: str
-
-
-class UpstreamProtocol(asyncio.Protocol):
-    """One connection to the trivial upstream: reads whole messages and answers each at once."""
-
-    def __init__(self, answer: Callable[[bytearray], bytes | None]) -> None:
-        self._answer = answer
-        self._buffer = bytearray()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        answers = []
-        while (answer := self._answer(self._buffer)) is not None:
-            answers.append(answer)
-        self._transport.write(b"".join(answers))
-
-
-class TrivialUpstream:
-    """Answers every call with the same tokens: frames of our channel on a Unix socket, JSON over HTTP."""
-
-    def __init__(self, token_ids: tuple[int, ...]) -> None:
-        self._result = GenerateResult(
-            request_id="req",
-            token_ids=token_ids,
-            logprobs=tuple(-0.001 * (1 + place % 977) for place in range(len(token_ids))),
-            kept_logmass=(0.0,) * len(token_ids),
-            version_spans=(VersionSpan(start=0, version=0),),
-            finish_reason=FinishReason.STOP,
-            replica_id="rep_trivial",
-            load_id="load_trivial",
-        )
-        self.num_bytes = len(msgspec.msgpack.encode(self._result))
-        body = msgspec.json.encode(self._result)[: self.num_bytes]
-        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        self._http_answer = head.encode() + body
-
-    async def serve(self, path: Path) -> str:
-        """Listens at ``path`` and on a free port; returns the latter's URL."""
-        loop = asyncio.get_running_loop()
-        engine = await loop.create_unix_server(lambda: UpstreamProtocol(self._frame), str(path))
-        server = await loop.create_server(lambda: UpstreamProtocol(self._http), "127.0.0.1", 0)
-        self._servers = (engine, server)
-        host, port = server.sockets[0].getsockname()
-        return f"http://{host}:{port}"
-
-    def _frame(self, buffer: bytearray) -> bytes | None:
-        size = 4 + int.from_bytes(buffer[:4], "big")
-        if len(buffer) < max(5, size):
-            return None
-        frame = msgspec.msgpack.decode(buffer[4:size], type=frames.Frame)
-        asked = msgspec.msgpack.decode(frame.body, type=_Asked)
-        del buffer[:size]
-        result = msgspec.structs.replace(self._result, request_id=asked.request_id)
-        return bytes(frames.encode_with(frame.id, "reply", "", result))
-
-    def _http(self, buffer: bytearray) -> bytes | None:
-        size = http_size(buffer)
-        if size is None or len(buffer) < size:
-            return None
-        msgspec.json.decode(buffer[buffer.index(b"\r\n\r\n") + 4 : size])
-        del buffer[:size]
-        return self._http_answer
-
-
-def http_size(buffer: bytearray) -> int | None:
-    """Bytes of the HTTP message at the start of ``buffer``; None while its head is not whole."""
-    end = buffer.find(b"\r\n\r\n")
-    if end < 0:
-        return None
-    head = bytes(buffer[:end]).lower()
-    at = head.index(b"content-length:") + 15
-    return end + 4 + int(head[at:].partition(b"\r")[0])
 
 
 class AnyAttempt:
@@ -290,103 +180,6 @@ async def serve_upstream(pipe: Connection, directory: Path, token_ids: tuple[int
 def run_upstream(pipe: Connection, directory: str, core: int, token_ids: tuple[int, ...]) -> None:
     os.sched_setaffinity(0, {core})
     uvloop.run(serve_upstream(pipe, Path(directory), token_ids))
-
-
-class HttpConnection(asyncio.Protocol):
-    """A bare HTTP/1.1 client, so that what is measured is not the client library. One call at a time."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._size: int | None = None
-        self._answered: Callable[[bytes], None] | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def call(self, request: bytes, answered: Callable[[bytes], None]) -> None:
-        self._answered = answered
-        self._transport.write(request)
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        if self._size is None:
-            self._size = http_size(self._buffer)
-        if self._size is None or len(self._buffer) < self._size:
-            return
-        answer, answered = bytes(self._buffer), self._answered
-        self._buffer.clear()
-        self._size, self._answered = None, None
-        if not answer.startswith(b"HTTP/1.1 200") or answered is None:
-            raise RuntimeError(f"the server answered {answer!r}")
-        answered(answer)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._answered is not None:
-            raise RuntimeError(f"the connection ended: {exc}")
-
-
-class Agent:
-    """One attempt: its calls, each to be made after the answer to the one before."""
-
-    def __init__(self, key: str, bodies: list[bytes], path: str) -> None:
-        self._key = key
-        self._bodies = bodies
-        self._path = path
-        self._call_ids: list[bytes] = []
-
-    def request(self) -> bytes | None:
-        """The next call; None after the last."""
-        turn = len(self._call_ids)
-        if turn == TURNS_PER_ATTEMPT:
-            return None
-        body = self._bodies[turn]
-        for index, call_id in enumerate(self._call_ids):
-            body = body.replace(CALL_ID % index, call_id)
-        head = (
-            f"POST {self._path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self._key}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        return head.encode() + body
-
-    def answered(self, answer: bytes) -> None:
-        at = answer.find(b'"id":"call_')
-        self._call_ids.append(answer[at + 6 : answer.index(b'"', at + 6)] if at >= 0 else b"none")
-
-
-class Agents:
-    """Makes attempts of one load, all of them new."""
-
-    def __init__(self, load: Load, thinking: str, texts: list[str]) -> None:
-        self._load = load
-        self._thinking = thinking
-        self._text = "".join(texts).encode("ascii", "ignore").decode()
-        self._keys = KeyRing(SECRET)
-        self._num_agents = 0
-        self._position = 0
-        self.num_bytes: list[int] = []
-
-    def new(self, path: str) -> Agent:
-        self._num_agents += 1
-        key = self._keys.issue(f"att_{self._load.name}{self._num_agents}", 4e9)
-        messages: list[object] = [
-            {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": self._new_text()},
-        ]
-        bodies = []
-        call = {"name": "replace_line", "arguments": '{"line": 3, "text": "return a - b"}'}
-        for turn in range(TURNS_PER_ATTEMPT):
-            bodies.append(msgspec.json.encode({"model": "policy", "messages": messages, "tools": TOOLS}))
-            call_id = (CALL_ID % turn).decode()
-            calls = [{"id": call_id, "type": "function", "function": call}]
-            messages.append({"role": "assistant", "content": self._thinking, "tool_calls": calls})
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": self._new_text()})
-        self.num_bytes += [len(body) for body in bodies]
-        return Agent(key, bodies, path)
-
-    def _new_text(self) -> str:
-        size = self._load.new_bytes
-        self._position = (self._position + size) % (len(self._text) - 2 * size)
-        return self._text[self._position : self._position + size]
 
 
 class Caller:
