@@ -161,11 +161,6 @@ class BlockTable:
         except KeyError as error:
             raise EngineError(f"sequence {error} must be running in the key-value cache, and is not") from None
 
-    @property
-    def num_retained(self) -> int:
-        """Sequences that are kept for whoever continues them."""
-        return len(self._retained)
-
     def continues(self, info: SequenceInfo) -> bool:
         """Whether the conversation of a sequence is retained, so that waiting may lose what is computed of it."""
         return self._own_retained(info) is not None
