@@ -183,9 +183,16 @@ class TraceStore:
     def _sweep(self, keep: Set[str], before_s: float) -> tuple[str, ...]:
         deleted = set()
         for path in (*self._open.paths(), *self._sealed.iterdir()):
-            if path.name not in keep and path.stat().st_mtime < before_s:
+            if path.name in keep:
+                continue
+            try:
+                if path.stat().st_mtime >= before_s:
+                    continue
                 path.unlink()
-                deleted.add(path.name)
+            except FileNotFoundError:
+                # It was sealed, forgotten or thrown away since the folder was listed.
+                continue
+            deleted.add(path.name)
         return tuple(sorted(deleted))
 
 

@@ -181,6 +181,24 @@ def test_the_sweep_touches_only_old_files_of_attempts_that_nobody_refers_to(tmp_
     assert (store.sealed_attempts(), store.open_attempts()) == (("att_kept", "att_young"), ())
 
 
+class VanishingAttempts(set[str]):
+    """Nobody refers to any attempt, and the file that is asked about is gone before it can be looked at."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __contains__(self, name: object) -> bool:
+        (self._folder / str(name)).unlink()
+        return False
+
+
+def test_the_sweep_passes_over_a_file_that_goes_away_meanwhile(tmp_path: Path) -> None:
+    store = sealed_store(tmp_path, "att_gone")
+    assert asyncio.run(store.sweep(VanishingAttempts(tmp_path / "sealed"), 0.0, 1e12)) == ()
+    assert store.sealed_attempts() == ()
+
+
 def test_a_full_disk_leaves_the_open_trace_to_be_sealed_later(tmp_path: Path) -> None:
     is_full = True
 
