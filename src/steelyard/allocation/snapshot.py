@@ -15,6 +15,13 @@ class Role(StrEnum):
     REWARD = "reward"
 
 
+class ReplicaSize(Record, frozen=True, kw_only=True):
+    """``count`` rollout replicas of ``tp`` devices each."""
+
+    tp: int
+    count: int
+
+
 class Split(Record, frozen=True, kw_only=True):
     """Devices by role. ``rollout_tp`` devices make one rollout replica."""
 
@@ -22,6 +29,12 @@ class Split(Record, frozen=True, kw_only=True):
     train: int
     reward: int = 0
     rollout_tp: int = 1
+    replicas: tuple[ReplicaSize, ...] = ()
+
+    @property
+    def sizes(self) -> tuple[ReplicaSize, ...]:
+        """The rollout replicas, the largest first."""
+        return self.replicas or (ReplicaSize(tp=self.rollout_tp, count=self.rollout // self.rollout_tp),)
 
     @property
     def total(self) -> int:
