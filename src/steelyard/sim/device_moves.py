@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from steelyard.allocation.snapshot import Limits, ReplicaSize, Role, Split
+from steelyard.allocation.snapshot import Limits, ReplicaSize, Role, Split, split_of
 from steelyard.errors import RunError
 from steelyard.sim.faults import DeviceFailure, FailureRate, Faults
 from steelyard.sim.kernel import Kernel
@@ -88,6 +88,7 @@ class DeviceMoves:
         self._switch_s = switch_s
         self._on_dead = on_dead
         self._desired = self._wanted = units_of(split)
+        self._rollout_tp = split.rollout_tp
         self._free = num_devices - split.total
         self._leaving = dict[Unit, int]()
         self._arriving = dict[Unit, int]()
@@ -98,7 +99,7 @@ class DeviceMoves:
     @property
     def split(self) -> Split:
         """Devices by role, moves under way counted as done."""
-        return split_of(self._wanted)
+        return self._split_of(self._wanted)
 
     @property
     def units(self) -> Mapping[Unit, int]:
@@ -128,11 +129,12 @@ class DeviceMoves:
 
     def carry_out(self, split: Split) -> None:
         """Go over to another split. What dead devices lack comes on top once they return."""
+        self._rollout_tp = split.rollout_tp
         asked = units_of(split)
         whole = dict(asked)
         for role in Role:
             _grow(whole, role, _devices(self._desired, role) - _devices(self._wanted, role))
-        self._desired = whole if self._limits.broken_by(split_of(whole)) is None else asked
+        self._desired = whole if self._limits.broken_by(self._split_of(whole)) is None else asked
         self._settle(None)
 
     # --- failures -------------------------------------------------------------------------------------
@@ -287,6 +289,12 @@ class DeviceMoves:
 
         self._kernel.after(self._switch_s(unit), arrive)
 
+    def _split_of(self, units: Mapping[Unit, int]) -> Split:
+        rollout = [one for one in units if one.role is Role.ROLLOUT]
+        sizes = [ReplicaSize(tp=one.size, count=units[one] // one.size) for one in rollout]
+        train, reward = (_devices(units, role) for role in (Role.TRAIN, Role.REWARD))
+        return split_of(sizes, train, reward, self._rollout_tp)
+
     def _surplus(self, unit: Unit) -> int:
         return self._staying(unit) + self._arriving.get(unit, 0) - self._wanted.get(unit, 0)
 
@@ -330,21 +338,9 @@ class DeviceMoves:
 def units_of(split: Split) -> dict[Unit, int]:
     """Devices in each kind of unit, by role, the largest first."""
     found = {Unit(Role.ROLLOUT, size.tp): size.tp * size.count for size in split.sizes}
+    if not found:
+        found = {Unit(Role.ROLLOUT, split.rollout_tp): 0}
     return {**found, Unit(Role.TRAIN, 1): split.train, Unit(Role.REWARD, 1): split.reward}
-
-
-def split_of(units: Mapping[Unit, int]) -> Split:
-    """The split; one size of replicas is said by ``rollout_tp``, several by ``replicas``."""
-    rollout = {unit.size: number for unit, number in units.items() if unit.role is Role.ROLLOUT}
-    present = sorted((size for size, number in rollout.items() if number), reverse=True) or [max(rollout)]
-    several = tuple(ReplicaSize(tp=size, count=rollout[size] // size) for size in present)
-    return Split(
-        rollout=sum(rollout.values()),
-        train=_devices(units, Role.TRAIN),
-        reward=_devices(units, Role.REWARD),
-        rollout_tp=present[0],
-        replicas=several if len(several) > 1 else (),
-    )
 
 
 def _devices(units: Mapping[Unit, int], role: Role) -> int:

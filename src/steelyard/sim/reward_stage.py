@@ -62,9 +62,7 @@ class RewardStage:
         self.num_devices += num_devices
         self.look_soon()
 
-    def leave(
-        self, num_devices: int, size: int, on_gone: Callable[[int], None], *, is_last: bool = False
-    ) -> None:
+    def leave(self, num_devices: int, size: int, on_gone: Callable[[int], None], *, is_last: bool = False) -> None:
         """So many go, as soon as they have nothing to do."""
         self._num_leaving += num_devices
         self._on_gone = on_gone

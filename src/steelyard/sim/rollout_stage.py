@@ -11,6 +11,7 @@ from random import Random
 from typing import cast
 
 from steelyard.allocation.serving_cost import ServingCost
+from steelyard.allocation.work_sketch import LiveWork, WorkSketch, WorkSketcher, facts_of
 from steelyard.allocation.workload import TrajectoryWork
 from steelyard.inference.dispatcher import Dispatcher, Placed, Ticket
 from steelyard.inference.projection import Pace
@@ -85,7 +86,8 @@ class RolloutStage:
         self._tool_waits: deque[_Attempt] = deque()
         self._free_tools = setup.tool_slots
         self._is_dispatch_planned = self._is_leasing_planned = False
-        self._num_started = 0
+        self._num_started = self._num_in_tools = 0
+        self._sketcher = WorkSketcher()
         self._past = ReplicaTotals()
         self.num_live = 0
 
@@ -106,6 +108,14 @@ class RolloutStage:
             tp = served.replica.cost.tp
             found[tp] = found.get(tp, 0) + tp
         return found
+
+    def work(self) -> WorkSketch:
+        """What has ended and what is under way, as a policy sees it."""
+        num_open = sum(served.state.num_open for served in self._served.values())
+        live = LiveWork(
+            num_generating=num_open, num_in_tools=self._num_in_tools, num_waiting=self._dispatcher.num_waiting
+        )
+        return self._sketcher.sketch(live)
 
     def totals(self) -> ReplicaTotals:
         """Sums over all replicas that are or were; ``busy_s`` in device-seconds."""
@@ -343,14 +353,17 @@ class RolloutStage:
     def _seal(self, attempt: _Attempt) -> None:
         self._end(attempt)
         if self._coordinator.is_alive(attempt.lease):
+            self._sketcher.add(facts_of(attempt.trajectory), attempt.lease.group_id, self._coordinator.state.next_step)
             newest = max(attempt.oldest, attempt.newest)
             self._coordinator.sampled(attempt.lease, attempt.turn + 1, attempt.num_tokens, attempt.oldest, newest)
 
     def _use_tool(self, attempt: _Attempt) -> None:
+        self._num_in_tools += 1
         if self._free_tools is not None:
             self._free_tools -= 1
 
         def returned() -> None:
+            self._num_in_tools -= 1
             if self._free_tools is not None:
                 self._free_tools += 1
                 if self._tool_waits:

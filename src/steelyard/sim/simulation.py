@@ -118,7 +118,7 @@ class Simulation:
         self._serving = {size.tp: self._serving_cost(size.tp) for size in split.sizes}
         self._moving = MovingCost(setup.model, roofline, setup.rates, setup.element_bytes)
         self._first_tp = split.sizes[0].tp
-        self._written = 0
+        self._written = self._first_version = 0
         self._newest_loaded: dict[int, int] = {}
         self._coordinator = SimCoordinator(setup, self.kernel, seed, self._on_work, self._on_batch)
         self._rollout = RolloutStage(
@@ -193,7 +193,7 @@ class Simulation:
     def _on_version(self, version: int) -> None:
         """It is written: all replicas load it, at once."""
         self._written = version
-        num_replicas = max(1, sum(size.count for size in self._moves.split.sizes))
+        num_replicas = max(1, self._moves.split.num_replicas)
         for tp, serving in self._serving.items():
             alone_s = self._moving.load_s(serving) + self._moving.swap_s(serving)
             self.kernel.after(alone_s, lambda tp=tp: self._load_on_arrival(version, tp))  # type: ignore[misc]
@@ -323,6 +323,7 @@ class Simulation:
             times=self._stage_times(),
             switch_s=self._moving.switch_s(self._serving[self._first_tp]),
             is_moving=self._moves.is_moving,
+            work=self._rollout.work(),
         )
 
     def _stage_times(self) -> StageTimes:

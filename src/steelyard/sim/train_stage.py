@@ -92,9 +92,7 @@ class TrainStage:
         self._num_devices += num_devices
         self.look_soon()
 
-    def leave(
-        self, num_devices: int, size: int, on_gone: Callable[[int], None], *, is_last: bool = False
-    ) -> None:
+    def leave(self, num_devices: int, size: int, on_gone: Callable[[int], None], *, is_last: bool = False) -> None:
         """So many go once no step is under way."""
         self._num_leaving += num_devices
         self._on_gone = on_gone
