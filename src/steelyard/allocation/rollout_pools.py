@@ -1,10 +1,10 @@
 """The best multiset of replicas for a number of devices: an unbounded knapsack, exact, whatever the number.
 
-Replicas of size ``t`` are worth ``v_t`` each; ``n`` devices are to be worth as much as possible. Beyond a few devices the
-answer is periodic (Gilmore, Gomory: The Theory and Computation of Knapsack Functions, 1966): with ``t*`` the size that is
-worth the most a device, a best multiset has fewer than ``t*`` replicas of other sizes, for among any ``t*`` of them some
-add up to a multiple of ``t*`` devices and can be exchanged. So rows up to the square of the largest size suffice, and
-planning time does not grow with the number of devices.
+Replicas of size ``t`` are worth ``v_t`` each; ``n`` devices are to be worth as much as possible. Beyond a few devices
+the answer is periodic (Gilmore, Gomory: The Theory and Computation of Knapsack Functions, 1966): with ``t*`` the size
+that is worth the most a device, a best multiset has fewer than ``t*`` replicas of other sizes, for among any ``t*`` of
+them some add up to a multiple of ``t*`` devices and can be exchanged. So rows up to the square of the largest size
+suffice, and planning time does not grow with the number of devices.
 
 Many problems are solved at once: *lanes*, one for each pace and least size that a planner looks at.
 """

@@ -3,8 +3,8 @@
 A *period* is the time from one optimizer step to the next. With ``S`` the step's seconds, ``P`` from its end until the
 first replica serves its version, ``L`` the lag bound, ``B`` the groups of a batch, all in seconds a batch::
 
-    rollout   need / A + swap                the pool samples ``need`` tokens at ``A`` tokens a second, and stands still
-                                             while weights change
+    rollout   need / A + swap                the pool samples ``need`` tokens at ``A`` a second, and stands still while
+                                             weights change
     path      (W + P + S) / (L + 1)          the slowest member of a batch's groups takes ``W``: its step waits for it
     train     S
     tools     tool seconds over slots
@@ -14,19 +14,21 @@ first replica serves its version, ``L`` the lag bound, ``B`` the groups of a bat
 
     period  = the largest of them;      with L = 0:  max(W, need / A) + P + S in the place of rollout and path
 
-``A`` and ``W`` hang together by the *pace*: seconds from a sequence's token to its next. A replica of ``t`` devices whose
-batch is ``n`` has the pace of its step: decoding ``n`` sequences at the mean context, and the prompts that come with so
-many tokens (those of turns, and the contexts that are computed again when weights change). At pace ``p`` it holds the
-largest batch whose step is no longer, within its KV memory; ``A`` is the sum over replicas: additive, so that the best
-multiset of sizes is a knapsack. ``W`` grows with the pace, ``need / A`` falls: the best pace is where they meet. By
-Little's law the sequences that a pool holds are no more than those that are admitted; here the path term says so: what is
-in flight for longer than ``L + 1`` periods is not admitted yet. Paces are looked at on a grid of :data:`NUM_PACES`.
+``A`` and ``W`` hang together by the *pace*: seconds from a sequence's token to its next. A replica of ``t`` devices
+whose batch is ``n`` has the pace of its step: decoding ``n`` sequences at the mean context, and the prompts that come
+with so many tokens (those of turns, and the contexts that are computed again when weights change). At pace ``p`` it
+holds the largest batch whose step is no longer, within its KV memory; ``A`` is the sum over replicas: additive, so that
+the best multiset of sizes is a knapsack. ``W`` grows with the pace, ``need / A`` falls: the best pace is where they
+meet. By Little's law a pool holds no more sequences than are admitted; here the path term says so: what needs more than
+``L + 1`` periods is not admitted yet. Paces are looked at on a grid of :data:`NUM_PACES`.
 
 A pool's loads share the store as if all of its replicas were of its smallest size.
 """
 
 import math
+from collections.abc import Mapping
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -47,11 +49,16 @@ _MANY = 1 << 20
 
 
 class Factors(Record, frozen=True, kw_only=True):
-    """By what observed times exceed predicted ones."""
+    """By what observed times exceed predicted ones. ``by_size``: of pools whose smallest replicas have that TP size, in
+    the place of ``rollout``; where one was observed it knows more than the rest do."""
 
     rollout: float = 1.0
     train: float = 1.0
-    reward: float = 1.0
+    by_size: Mapping[int, float] = msgspec.field(default_factory=dict)
+
+    def of_size(self, tp: int) -> float:
+        """Of replicas of ``tp`` devices."""
+        return self.by_size.get(tp, self.rollout)
 
 
 class Periods(Record, frozen=True, kw_only=True):
@@ -184,7 +191,7 @@ class StageRates:
         context = work.mean_context_tokens
         decode_s = np.array([size.cost.decode_step_s(batch, context) for batch in self._batches[tp].tolist()])
         a_token_s = work.mean(self._prompts_s(size)) / work.mean(work.generated_tokens)
-        return np.asarray((decode_s + self._batches[tp] * a_token_s) * self.factors.rollout)
+        return np.asarray((decode_s + self._batches[tp] * a_token_s) * self.factors.of_size(tp))
 
     def _prompts_s(self, size: Size) -> Floats:
         """What the prompts of each trajectory add to steps."""
@@ -199,7 +206,7 @@ class StageRates:
         again_s = np.zeros(NUM_PACES)
         if model.recompute_kv and model.max_policy_lag:
             context = work.mean_context_tokens
-            one_s = (size.prompt_token_s * context + size.prompt_pair_s * context**2 / 2.0) * self.factors.rollout
+            one_s = (size.prompt_token_s * context + size.prompt_pair_s * context**2 / 2.0) * self.factors.of_size(tp)
             met = model.max_policy_lag * self.mean_paths_s[tp] / self.paths_s[tp]
             again_s = met * one_s / work.mean(work.generated_tokens)
         batches = self._batches[tp][:, None]
@@ -210,7 +217,7 @@ class StageRates:
         """Seconds of the slowest member of a batch, and of a trajectory on average, by pace."""
         work, model = self.work, self.model
         fixed_s = work.tool_s + work.turns * model.engine.call_s + model.start_s + model.end_s
-        fixed_s = fixed_s + self._reward[1] + self._prompts_s(self.by_size[tp]) * self.factors.rollout
+        fixed_s = fixed_s + self._reward[1] + self._prompts_s(self.by_size[tp]) * self.factors.of_size(tp)
         all_s = work.generated_tokens[:, None] * self.paces_s + fixed_s[:, None]
         changes_s = model.max_policy_lag * self._swap_s[tp]
         return work.slowest(all_s, model.groups_per_batch) + changes_s, work.weights @ all_s
@@ -227,7 +234,7 @@ class StageRates:
         tokens = work.mean(work.trained_tokens)
         pairs = work.mean(work.trained_tokens**2) / 2.0
         one_s = cost.step_s(StepWork(prefill_tokens=round(tokens), prefill_pairs=pairs, num_prompts=1))
-        one_s = one_s * self.factors.reward + model.reward_function_s
+        one_s = one_s + model.reward_function_s
         return one_s * model.batch_trajectories, one_s
 
     # --- periods --------------------------------------------------------------------------------------
