@@ -23,6 +23,7 @@ class ClusterModel(Record, frozen=True, kw_only=True):
         reward_model: scores on devices of the reward pool, by one forward pass; None: none does.
         recompute_kv: KV is computed again when weights change under running sequences; else it is kept.
         element_bytes: of weights and KV.
+        longest_context_tokens: that a rule allows a trajectory; a replica must hold it. 0: as long as the longest seen.
     """
 
     device: DeviceKind
@@ -43,6 +44,7 @@ class ClusterModel(Record, frozen=True, kw_only=True):
     reward_model: Architecture | None = None
     recompute_kv: bool = True
     element_bytes: int = 2
+    longest_context_tokens: int = 0
 
     def __post_init__(self) -> None:
         for field, least in (

@@ -117,7 +117,8 @@ class SimSetup(Record, frozen=True, kw_only=True):
 
 
 def cluster_model(setup: SimSetup) -> ClusterModel:
-    """What a planner may know of a setup beforehand: everything but the work."""
+    """What a planner may know of a setup beforehand: everything but the work; of that, the longest context that its
+    rules allow, which every replica must hold."""
     return ClusterModel(
         device=setup.device,
         architecture=setup.model,
@@ -137,4 +138,7 @@ def cluster_model(setup: SimSetup) -> ClusterModel:
         reward_model=setup.reward.model,
         recompute_kv=setup.recompute_kv,
         element_bytes=setup.element_bytes,
+        longest_context_tokens=max(
+            one.longest_context_tokens for group in setup.workload.groups for one in group.trajectories
+        ),
     )
