@@ -46,11 +46,8 @@ def _check_reward(setup: SimSetup, split: Split, limits: Limits) -> None:
         raise InputError(f"{setup.name}: reward.model must fit onto one device: {error}") from None
 
 
-def check_serving(setup: SimSetup, tp: int, who: str = "") -> None:
+def check_serving(setup: SimSetup, tp: int) -> None:
     """Whether every call of the work fits into the KV memory of one replica of ``tp`` devices.
-
-    Args:
-        who: wants it; for the message.
 
     Raises:
         InputError: it does not, or there can be no such replica; says what would fit.
@@ -61,7 +58,6 @@ def check_serving(setup: SimSetup, tp: int, who: str = "") -> None:
     room = {one: cost.kv_capacity_tokens if limit is None else limit for one, cost in layouts.items()}
     if room.get(tp, 0) >= longest:
         return
-    where = f"{setup.name}: {who}: " if who else f"{setup.name}: "
     fitting = [str(one) for one, tokens in room.items() if tokens >= longest]
     would = f"{' or '.join(fitting)} would fit" if fitting else "none would fit: a smaller context or a larger device"
     if tp not in layouts:
@@ -69,8 +65,8 @@ def check_serving(setup: SimSetup, tp: int, who: str = "") -> None:
         try:
             ServingCost(setup.model, Roofline(setup.device, setup.corrections), tp, setup.element_bytes)
         except InputError as error:
-            raise InputError(f"{where}rollout_tp cannot be {tp}: {error}; {would}") from None
+            raise InputError(f"{setup.name}: rollout_tp cannot be {tp}: {error}; {would}") from None
     raise InputError(
-        f"{where}rollout_tp must be one with KV memory for the longest context, {longest} tokens, got "
+        f"{setup.name}: rollout_tp must be one with KV memory for the longest context, {longest} tokens, got "
         f"{tp} with room for {room.get(tp, 0)}; {would}"
     )

@@ -239,7 +239,7 @@ class Simulation:
             # The dead have left a role below its minimum, and no other can help: there is nothing to decide.
             return
         plan = checked(self._policy_name, self._ask(snapshot), snapshot)
-        self._know_sizes(plan.split)
+        plan = self._with_known_sizes(plan, snapshot)
         if plan.split != snapshot.split and snapshot.is_moving:
             # One move at a time, as live: devices on their way cannot be given away again.
             plan = Plan(split=snapshot.split, reason=f"a move is under way, {plan.split} has to wait")
@@ -257,14 +257,21 @@ class Simulation:
         if is_change:
             self._moves.carry_out(plan.split)
 
-    def _know_sizes(self, split: Split) -> None:
-        """Replicas of these sizes may come. A size that is new has loaded what was written when it is first asked for:
-        whoever takes it up loads on its way."""
-        for size in split.sizes:
-            if size.tp not in self._serving:
-                check_serving(self._setup, size.tp, f"policy {self._policy_name}")
-                self._serving[size.tp] = self._serving_cost(size.tp)
-                self._newest_loaded[size.tp] = self._newest_of(self._first_tp)
+    def _with_known_sizes(self, plan: Plan, snapshot: Snapshot) -> Plan:
+        """The plan, its sizes of replicas made known; where the work does not fit into one the last plan stays.
+
+        A size that is new is taken to have loaded what the first one has: whoever takes it up loads on the way.
+        """
+        for size in plan.split.sizes:
+            if size.tp in self._serving:
+                continue
+            try:
+                check_serving(self._setup, size.tp)
+            except InputError as error:
+                return Plan(split=snapshot.split, reason=f"refused: {error}")
+            self._serving[size.tp] = self._serving_cost(size.tp)
+            self._newest_loaded[size.tp] = self._newest_of(self._first_tp)
+        return plan
 
     def _ask(self, snapshot: Snapshot) -> Plan:
         try:

@@ -94,9 +94,10 @@ def test_a_pool_that_changes_all_its_sizes_keeps_half_of_it_at_work() -> None:
     assert simulation.snapshot().split == pool(2, 2, 2, 2, 2, 2)
 
 
-def test_a_size_without_room_for_the_work_is_refused_by_the_name_of_the_policy() -> None:
-    with pytest.raises(InputError, match="s: policy test: rollout_tp cannot be 3: .* 1 or 2 or 4 or 8 would fit"):
-        run(setup(), pool(4, 4), Follows(pool(3, 4)))
+def test_a_plan_with_a_size_that_cannot_serve_the_work_leaves_the_pool_as_it_was_and_says_why() -> None:
+    simulation, result = run(setup(), pool(4, 4), Follows(pool(4, 3)))
+    assert simulation.snapshot().split == pool(4, 4)
+    assert "refused: s: rollout_tp cannot be 3: tp must divide the 8 heads" in result.decisions[0].reason
     with pytest.raises(InputError, match="s: rollout_tp cannot be 3"):
         run(setup(), pool(4, 3), FixedPolicy())
 
