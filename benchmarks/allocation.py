@@ -319,7 +319,7 @@ def report(names: list[str], directory: Path, arguments: argparse.Namespace) -> 
     text = tables(found, POLICIES, list(ablations(settings())))
     print(text)
     floors = tomllib.loads(FLOORS.read_text())["allocation"]
-    verdicts: list[Verdict] = figures(found, floors, POLICIES, kinds_of(names))
+    verdicts: list[Verdict] = figures(found, floors, POLICIES, names, kinds_of(names))
     for verdict in verdicts:
         print(verdict.line())
     if arguments.docs is not None:

@@ -111,16 +111,30 @@ class Kinds:
     drifting: tuple[str, ...]
 
 
-def figures(found: Found, floors: dict[str, float], policies: Sequence[str], kinds: Kinds) -> list[Verdict]:
-    """Every figure beside its floor."""
+def figures(
+    found: Found, floors: dict[str, float], policies: Sequence[str], names: Sequence[str], kinds: Kinds
+) -> list[Verdict]:
+    """Every figure beside its floor, of those whose scenarios are among ``names``."""
+
+    def share(seeds: dict[str, dict[str, Row]]) -> list[float]:
+        return shares(seeds, "planner")
+
+    def over(other: str) -> Callable[[dict[str, dict[str, Row]]], list[float]]:
+        return lambda seeds: ratios(seeds, "planner", other)
+
+    wanted = (
+        ("min_planner_of_oracle", over("oracle"), names),
+        ("min_steady_share", share, kinds.steady),
+        ("min_drifting_share", share, kinds.drifting),
+        ("min_drift_over_fixed", over("fixed"), ("drift",)),
+        ("min_swe48_over_fixed", over("fixed"), ("swe48",)),
+        ("min_over_wrong", over("given"), ("wrong_split",)),
+        ("min_over_fixed", over("fixed"), names),
+    )
     verdicts = [
-        _worst("min_planner_of_oracle", found, floors, lambda seeds: ratios(seeds, "planner", "oracle"), list(found)),
-        _worst("min_steady_share", found, floors, lambda seeds: shares(seeds, "planner"), kinds.steady),
-        _worst("min_drifting_share", found, floors, lambda seeds: shares(seeds, "planner"), kinds.drifting),
-        _worst("min_drift_over_fixed", found, floors, lambda seeds: ratios(seeds, "planner", "fixed"), ("drift",)),
-        _worst("min_swe48_over_fixed", found, floors, lambda seeds: ratios(seeds, "planner", "fixed"), ("swe48",)),
-        _worst("min_over_wrong", found, floors, lambda seeds: ratios(seeds, "planner", "given"), ("wrong_split",)),
-        _worst("min_over_fixed", found, floors, lambda seeds: ratios(seeds, "planner", "fixed"), list(found)),
+        _worst(name, found, floors[name], values_of, asked)
+        for name, values_of, asked in wanted
+        if asked and set(asked) <= set(names)
     ]
     for baseline in policies:
         if baseline != "planner":
@@ -131,16 +145,16 @@ def figures(found: Found, floors: dict[str, float], policies: Sequence[str], kin
 def _worst(
     name: str,
     found: Found,
-    floors: dict[str, float],
+    floor: float,
     values_of: Callable[[dict[str, dict[str, Row]]], list[float]],
     names: Sequence[str],
 ) -> Verdict:
     """The mean over draws in the worst of some scenarios; None where one of them was not played."""
     means = {one: statistics.fmean(values_of(found[one])) for one in names if one in found and values_of(found[one])}
     if len(means) < len(names) or not means:
-        return Verdict(name=name, figure=None, floor=floors[name])
+        return Verdict(name=name, figure=None, floor=floor)
     worst = min(means, key=means.__getitem__)
-    return Verdict(name=name, figure=means[worst], floor=floors[name], detail=worst)
+    return Verdict(name=name, figure=means[worst], floor=floor, detail=worst)
 
 
 def _over_baseline(baseline: str, found: Found, floors: dict[str, float]) -> list[Verdict]:
