@@ -8,13 +8,13 @@
                                                                                        |
                                                         pays within the horizon? --> Plan, else the split stays
 
-Between plans a feedback rule gives the trainer a replica's devices, or takes them, where what was observed twice in a row
-contradicts the model: the trainer never waits while batches wait for it, or has less to do than it would with fewer
-devices.
+Between plans a feedback rule gives the trainer a replica's devices, or takes them, where what was observed twice in a
+row says so: the trainer never waits while batches wait for it, or has less to do than fewer devices would manage.
 """
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -76,7 +76,7 @@ class PlannerPolicy:
 
     Args:
         model: hardware and rules.
-        options: see :class:`PlannerOptions`.
+        options: None: as they stand in :class:`PlannerOptions`.
     """
 
     def __init__(self, model: ClusterModel, options: PlannerOptions | None = None) -> None:
@@ -87,7 +87,7 @@ class PlannerPolicy:
         self._num_busy = self._num_idle = 0
 
     def decide(self, snapshot: Snapshot) -> Plan:
-        """See :class:`steelyard.allocation.snapshot.Policy`. A snapshot with holes keeps what there is, and says why."""
+        """See :class:`steelyard.allocation.snapshot.Policy`. A snapshot with holes keeps what there is and says why."""
         hole = self._observed.hole(snapshot)
         if hole is not None:
             return self._stay(snapshot, hole)
@@ -199,6 +199,16 @@ class PlannerPolicy:
             return None
         gain = 1.0 - after_s / before_s
         return Plan(split=wanted, reason=f"feedback: {words} of a period", gain_frac=gain)
+
+
+def make_planner(model: ClusterModel, **options: Any) -> PlannerPolicy:
+    """The policy with options by name.
+
+    Raises:
+        InputError: an option is out of its range.
+        TypeError: there is no such option, or it is of another type.
+    """
+    return PlannerPolicy(model, PlannerOptions(**options))
 
 
 def _change(snapshot: Snapshot, choice: _Choice, now: str, stay_s: float) -> Plan:
