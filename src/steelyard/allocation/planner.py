@@ -30,6 +30,10 @@ from steelyard.allocation.work_sketch import WorkSketch
 from steelyard.errors import InputError
 from steelyard.types.record import Record
 
+_EARLY_GAIN_FRAC = 0.2
+"""What a change must gain at least while the trajectories that were admitted first are not through: the short ones end
+first, so what has been seen is not yet what there is."""
+
 _BUSY_FRAC = 0.97
 """A trainer that works for so much of a period has no slack."""
 
@@ -48,7 +52,7 @@ class PlannerOptions(Record, frozen=True, kw_only=True):
 
     horizon_steps: int = 10
     margin: float = 1.5
-    min_gain_frac: float = 0.03
+    min_gain_frac: float = 0.08
     forecast_steps: float = 2.0
     half_life_steps: float = 2.0
     has_feedback: bool = True
@@ -134,7 +138,7 @@ class PlannerPolicy:
                 choices.append(_Choice(split=split, period_s=period_s, lost_s=price_s))
         where = models[0].periods(present)
         now = f"{where.bottleneck} takes longest, {stay_s:.1f} s a batch"
-        best_choice = self._best(choices, stay_s)
+        best_choice = self._best(choices, stay_s, self._least_gain_frac(work))
         if best_choice is not None:
             return _change(snapshot, best_choice, now, stay_s)
         adjusted = self._feedback(snapshot, models[0]) if self._options.has_feedback else None
@@ -151,7 +155,12 @@ class PlannerPolicy:
         estimate = WorkEstimate(work.groups, self._model.group_size, point.growth, self._options.half_life_steps)
         return StageRates(self._model, estimate, snapshot.limits.total, self._observed.factors())
 
-    def _best(self, choices: Sequence[_Choice], stay_s: float) -> _Choice | None:
+    def _least_gain_frac(self, work: WorkSketch) -> float:
+        first = (self._model.max_policy_lag + 1) * self._model.batch_trajectories
+        least = self._options.min_gain_frac
+        return least if work.num_ended >= first else max(least, _EARLY_GAIN_FRAC)
+
+    def _best(self, choices: Sequence[_Choice], stay_s: float, least_gain_frac: float) -> _Choice | None:
         """The one that is worth most over the horizon, if it pays for itself and is no trifle."""
         horizon, margin = self._options.horizon_steps, self._options.margin
 
@@ -159,7 +168,7 @@ class PlannerPolicy:
             return horizon * (stay_s - choice.period_s) - margin * choice.lost_s
 
         best = max(choices, key=worth_s, default=None)
-        if best is None or worth_s(best) <= 0.0 or best.period_s > stay_s * (1.0 - self._options.min_gain_frac):
+        if best is None or worth_s(best) <= 0.0 or best.period_s > stay_s * (1.0 - least_gain_frac):
             return None
         return best
 
