@@ -1,9 +1,9 @@
 """What the work will be some steps from now, with how sure that is: trends carried on, shrunk towards no change.
 
-A slope ``b`` with standard error ``e`` is evidence of drift as far as it exceeds its error. Against a prior of no drift
-the estimate is shrunk by ``1 - (e / b) ** 2``, at least 0 (James, Stein, 1961, in its positive-part form), so that noise
-moves nobody. The uncertainty is carried as three points of equal mean and variance (Gauss-Hermite quadrature of order
-three): 0 and plus and minus ``sqrt(3)`` errors, weights 2/3, 1/6 and 1/6.
+A slope ``b`` with standard error ``e`` is evidence of drift as far as it exceeds its error. Against a prior of no
+drift the estimate is shrunk by ``1 - (e / b) ** 2``, at least 0 (James, Stein, 1961, in its positive-part form), so
+that noise moves nobody. The uncertainty is carried as three points of equal mean and variance (Gauss-Hermite quadrature
+of order three): 0 and plus and minus ``sqrt(3)`` errors, weights 2/3, 1/6 and 1/6.
 """
 
 import math

@@ -58,7 +58,7 @@ class PoolTable:
         Args:
             worth: by lane.
         """
-        found = (self._reached < worth).sum(axis=0).astype(np.int64)
+        found: Ints = (self._reached < worth).sum(axis=0, dtype=np.int64)
         beyond = found > self.top
         if beyond.any():
             found[beyond] = self._beyond(worth, np.flatnonzero(beyond))

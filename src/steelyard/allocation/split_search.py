@@ -22,8 +22,8 @@ from steelyard.types.record import Record
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-_PRECISION = 1e-9
-_MOST_TRIED = 24
+_PRECISION = 1e-8
+_MOST_TRIED = 12
 """Ways to share out devices that are left over."""
 
 

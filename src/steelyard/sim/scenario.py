@@ -13,6 +13,7 @@ from steelyard.allocation.devices import device_kind
 from steelyard.allocation.engine_limits import EngineLimits
 from steelyard.allocation.libra import LibraPolicy
 from steelyard.allocation.moving_cost import MovingRates
+from steelyard.allocation.planner import make_planner
 from steelyard.allocation.policies import FixedPolicy, QueuePolicy, RatioPolicy
 from steelyard.allocation.roofline import Corrections
 from steelyard.allocation.snapshot import Limits, Policy, Split
@@ -31,6 +32,9 @@ _OF_A_CLUSTER: Mapping[str, Callable[..., Policy]] = {"libra": LibraPolicy}
 """Policies that are made for one cluster."""
 
 _OURS: Mapping[str, Callable[..., Policy]] = {"fixed": FixedPolicy, "queue": QueuePolicy, "ratio": RatioPolicy}
+_OF_A_CLUSTER: Mapping[str, Callable[..., Policy]] = {"planner": make_planner}
+"""Policies that are made for one cluster."""
+
 ORACLE = "oracle"
 
 
