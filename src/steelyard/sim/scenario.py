@@ -28,11 +28,8 @@ from steelyard.types.record import Record
 
 ENTRY_POINTS = "steelyard.policies"
 
-_OF_A_CLUSTER: Mapping[str, Callable[..., Policy]] = {"libra": LibraPolicy}
-"""Policies that are made for one cluster."""
-
 _OURS: Mapping[str, Callable[..., Policy]] = {"fixed": FixedPolicy, "queue": QueuePolicy, "ratio": RatioPolicy}
-_OF_A_CLUSTER: Mapping[str, Callable[..., Policy]] = {"planner": make_planner}
+_OF_A_CLUSTER: Mapping[str, Callable[..., Policy]] = {"libra": LibraPolicy, "planner": make_planner}
 """Policies that are made for one cluster."""
 
 ORACLE = "oracle"
