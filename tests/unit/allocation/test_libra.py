@@ -95,7 +95,7 @@ def test_options_that_cannot_be_are_refused_by_name() -> None:
         ({"sizes": (3,)}, r"sizes must have one into which small fits, got \(3,\)"),
     ):
         with pytest.raises(InputError, match=words):
-            LibraPolicy(CLUSTER, **options)  # type: ignore[arg-type]
+            LibraPolicy(CLUSTER, **options)
 
 
 @settings(deadline=None, max_examples=40)
