@@ -36,6 +36,7 @@ from steelyard.allocation.roofline import Corrections, Roofline
 from steelyard.allocation.serving_cost import ServingCost
 from steelyard.config import Config
 from steelyard.errors import InputError
+from steelyard.inference.kv_ranges import RANGE_TOKENS
 from steelyard.run.directory import RunDirectory
 from steelyard.run.measured_work import Calls, train_and_publish
 from steelyard.run.one_replica import REPLICA, OneReplica, opened_replica
@@ -177,6 +178,7 @@ async def limits_of(one: OneReplica) -> EngineLimits:
         chunk_tokens=_VLLM_BATCHED_TOKENS if is_vllm else inference.prefill_chunk_tokens,
         kv_tokens=stats.kv_tokens_capacity,
         block_tokens=_VLLM_BLOCK_TOKENS if is_vllm else _LOCAL_BLOCK_TOKENS,
+        range_tokens=0 if is_vllm else RANGE_TOKENS,
     )
 
 

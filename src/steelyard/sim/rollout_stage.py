@@ -147,6 +147,7 @@ class RolloutStage:
             chunk_tokens=engine.chunk_tokens,
             kv_tokens_limit=engine.kv_tokens,
             block_tokens=engine.block_tokens,
+            range_tokens=engine.range_tokens,
         )
         state = ReplicaState(name, self._fleet, self.dispatch_soon)
         state.capacity_tokens = replica.kv_capacity_tokens
