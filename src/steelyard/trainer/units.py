@@ -110,7 +110,7 @@ def cut_units(batch: StepBatch, *, skip_zero_advantage: bool, seed: int = 0) -> 
         )
     kept, num_skipped_rows, num_skipped_tokens = [], 0, 0
     for micro_batch, a in zip(batch.micro_batches, arrays, strict=True):
-        keep: np.ndarray = a.loss_mask.any(axis=1)
+        keep = np.logical_or.reduce(a.loss_mask != 0, axis=1)
         if skip_zero_advantage:
             keep &= a.advantages != 0.0
         num_skipped_rows += int(np.count_nonzero(~keep))
