@@ -89,7 +89,7 @@ class HttpPort:
             await self._runner.cleanup()
             self._runner = None
 
-    def _factory(self, server: "web.Server[web.BaseRequest]") -> Callable[[], asyncio.Protocol]:
+    def _factory(self, server: web.Server) -> Callable[[], asyncio.Protocol]:
         """Makes the protocol of each connection."""
         if self._quick is None:
             return server
