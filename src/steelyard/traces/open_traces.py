@@ -14,6 +14,7 @@ import msgspec
 import xxhash
 
 from steelyard.errors import IntegrityError
+from steelyard.packed_floats import encode_packed
 from steelyard.traces.durable_writer import storage_failed
 from steelyard.traces.ledger import append_whole
 from steelyard.traces.sealed import check_attempt_id, trace_path
@@ -22,7 +23,7 @@ from steelyard.types import Turn, VersionSpan
 _FRAME = struct.Struct("<IQ")
 _MAX_DESCRIPTORS = 4096
 _MAX_SPARE = 256
-_TURN_ENCODER = msgspec.msgpack.Encoder()
+_TURN_ENCODER = msgspec.msgpack.Encoder(enc_hook=encode_packed)
 _TURN_DECODER = msgspec.msgpack.Decoder(Turn)
 
 
