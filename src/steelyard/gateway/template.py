@@ -15,6 +15,7 @@ from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from steelyard.errors import InputError
+from steelyard.gateway.template_form import writes_each_alone
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PLAIN_JSON = json.JSONEncoder(ensure_ascii=False).encode
@@ -53,6 +54,7 @@ class ChatTemplate:
             raise InputError(f"the chat template cannot be compiled: {error}") from error
         self.source = source
         self.special_tokens = dict(special_tokens or {})
+        self.writes_each_alone = writes_each_alone(environment.parse(source), self.special_tokens)
 
     @classmethod
     def load(cls, directory: Path, today: datetime.date | None = None) -> "ChatTemplate":

@@ -17,7 +17,7 @@ from steelyard.errors import IntegrityError, Refused, StorageFailed
 from steelyard.testing.traces import make_turn
 from steelyard.traces.durable_writer import WRITE_POINTS
 from steelyard.traces.local_objects import LocalObjects
-from steelyard.traces.open_traces import encode_frame, read_frames
+from steelyard.traces.open_traces import encode_frame, outline_of, read_frames
 from steelyard.traces.store import TraceStore, read_archived, tokens_by_version
 from steelyard.types import EndReason, ToolRecord, Trace, VersionSpan
 
@@ -45,7 +45,7 @@ def test_a_sealed_trace_holds_the_turns_as_appended_and_its_digest_is_over_its_b
 def test_versions_of_a_sealed_trace_are_weighted_by_tokens(tmp_path: Path) -> None:
     spans = (VersionSpan(start=0, version=4), VersionSpan(start=3, version=6))
     turn = msgspec.structs.replace(make_turn("att_a", 0, num_tokens=4), version_spans=spans)
-    assert tokens_by_version(turn) == ((4, 3), (6, 1))
+    assert tokens_by_version(outline_of(turn)) == ((4, 3), (6, 1))
 
     async def scenario() -> None:
         store = TraceStore(tmp_path)
