@@ -82,28 +82,36 @@ class SplitSearch:
             self._make_frontier()
 
     def _make_frontier(self) -> None:
-        """Without lag: seconds from weights that are READY to the next ones, without the step, by devices."""
+        """Without lag: seconds from weights that are READY to the next ones, but for the step, by devices, for each
+        smallest size the best of all paces up to each."""
         counts = np.arange(self._total + 1, dtype=np.float64)
         with np.errstate(divide="ignore"):
             sampled_s = np.where(self._pools.exact > 0.0, self._rates.need_tokens / self._pools.exact, np.inf)
         windows_s = np.maximum(sampled_s, self._paths_s)
-        self._window_s = np.full(self._total + 1, np.inf)
-        self._window_lane = np.zeros(self._total + 1, dtype=np.int64)
+        windows_s[(counts < self._least_rollout) | (counts > self._most_rollout)] = np.inf
+        self._frontiers = list[Floats]()
         for at, tp in enumerate(self._rates.sizes):
-            block = slice(at * NUM_PACES, (at + 1) * NUM_PACES)
-            ready_s, publish_s = self._rates.ready_s(tp, counts), self._rates.publish_s(tp, counts)
-            window_s = windows_s[:, block] + ready_s[:, None]
-            self._least_window(np.maximum(window_s, np.maximum(self._live_s[block], publish_s[:, None])), at)
-        outside = (counts < self._least_rollout) | (counts > self._most_rollout)
-        self._window_s[outside] = np.inf
-        self._best_window_s = np.minimum.accumulate(self._window_s)
+            ready_s = self._rates.ready_s(tp, counts)[:, None]
+            window_s = windows_s[:, at * NUM_PACES : (at + 1) * NUM_PACES] + ready_s
+            self._frontiers.append(np.minimum.accumulate(window_s, axis=1))
 
-    def _least_window(self, window_s: Floats, at: int) -> None:
-        lane = np.argmin(window_s, axis=1)
-        least_s = np.take_along_axis(window_s, lane[:, None], axis=1)[:, 0]
-        better = least_s < self._window_s
-        self._window_s = np.where(better, least_s, self._window_s)
-        self._window_lane = np.where(better, lane + at * NUM_PACES, self._window_lane)
+    def _windows(self, period_s: float) -> tuple[Floats, Ints]:
+        """The best window of exactly so many devices, by devices, and the block of lanes that has it: at the paces that
+        the limit on live attempts leaves within a period."""
+        columns = list[Floats]()
+        for at, frontier in enumerate(self._frontiers):
+            live_s = self._live_s[at * NUM_PACES : (at + 1) * NUM_PACES]
+            number = int(np.searchsorted(live_s, period_s, side="right"))
+            columns.append(frontier[:, number - 1] if number else np.full(self._total + 1, np.inf))
+        stacked = np.stack(columns)
+        block = np.argmin(stacked, axis=0)
+        return np.take_along_axis(stacked, block[None], axis=0)[0], block
+
+    def _lane(self, num_devices: int, period_s: float, block: int) -> int:
+        """The lane in a block whose window is the best of those that a period leaves."""
+        lanes = slice(block * NUM_PACES, (block + 1) * NUM_PACES)
+        number = int(np.searchsorted(self._live_s[lanes], period_s, side="right"))
+        return block * NUM_PACES + int(np.argmin(self._frontiers[block][num_devices, :number]))
 
     # --- the search -----------------------------------------------------------------------------------
 
@@ -127,7 +135,7 @@ class SplitSearch:
                 high = middle
         kept = self._keep(high)
         assert kept is not None
-        tried = [self._planned(one) for one in self._shared_out(*kept)]
+        tried = [self._planned(one) for one in self._shared_out(high, *kept)]
         found = [one for one in tried if one is not None]
         least_s = min(one.periods.period_s for one in found)
         return min(
@@ -171,13 +179,15 @@ class SplitSearch:
 
     def _keep_synchronous(self, period_s: float, reward: int) -> tuple[int, int, int] | None:
         train = np.arange(self._least_train, self._most_train + 1)
-        window_s = period_s - self._train_s[train]
-        rollout = np.searchsorted(-self._best_window_s, -window_s)
+        windows_s, block = self._windows(period_s)
+        least_s = np.minimum.accumulate(windows_s)
+        rollout = np.searchsorted(-least_s, self._train_s[train] - period_s)
         total = np.where(rollout <= self._total, rollout + train, UNREACHABLE)
         at = int(np.argmin(total))
         if total[at] + reward > self._total:
             return None
-        return int(rollout[at]), int(train[at]), int(self._window_lane[rollout[at]])
+        devices = int(rollout[at])
+        return devices, int(train[at]), self._lane(devices, period_s, int(block[devices]))
 
     def _least_train_devices(self, step_s: Floats) -> Ints:
         """The fewest devices whose step takes no longer."""
@@ -186,7 +196,7 @@ class SplitSearch:
 
     # --- what is left over ----------------------------------------------------------------------------
 
-    def _shared_out(self, rollout: int, train: int, reward: int, lane: int) -> Iterator[Split]:
+    def _shared_out(self, period_s: float, rollout: int, train: int, reward: int, lane: int) -> Iterator[Split]:
         """The fewest devices of each role, and those that are left over in several ways."""
         spare = self._total - rollout - train - reward
         for share in dict.fromkeys(np.linspace(0, spare, min(spare, _MOST_TRIED) + 1).astype(int).tolist()):
@@ -194,8 +204,9 @@ class SplitSearch:
                 more_train = min(spare - share - also_reward, self._most_train - train)
                 in_pool = min(rollout + share, self._most_rollout)
                 if not self._lag:
-                    in_pool = int(np.argmin(self._window_s[: in_pool + 1]))
-                    lane = int(self._window_lane[in_pool])
+                    windows_s, block = self._windows(period_s)
+                    in_pool = int(np.argmin(windows_s[: in_pool + 1]))
+                    lane = self._lane(in_pool, period_s, int(block[in_pool]))
                 sizes = self._pools.pool(in_pool, lane)
                 if sizes:
                     yield split_of(sizes, train + more_train, reward + also_reward)

@@ -38,7 +38,7 @@ from steelyard.allocation.roofline import Roofline
 from steelyard.allocation.serving_cost import ServingCost, StepWork, check_tp
 from steelyard.allocation.snapshot import Split
 from steelyard.allocation.train_table import TrainTable
-from steelyard.allocation.work_estimate import WorkEstimate
+from steelyard.allocation.work_estimate import WorkEstimate, whole_tokens
 from steelyard.errors import InputError
 from steelyard.types.record import Record
 
@@ -147,7 +147,7 @@ class StageRates:
         for tp, size in self.by_size.items():
             self._swap_s[tp] = moving.swap_s(size.cost)
             self.switch_s[tp] = moving.switch_s(size.cost)
-            self._load[tp] = _line(moving, size.cost)
+            self._load[tp] = _line(moving, size.cost, model.rates.load_overhead_s)
             self.paths_s[tp], self.mean_paths_s[tp] = self._paths(tp)
         for tp, size in self.by_size.items():
             size.tokens_per_s = self._tokens_per_s(tp, steps[tp])
@@ -233,7 +233,7 @@ class StageRates:
             raise InputError(f"reward.model must fit onto one device: {error}") from None
         tokens = work.mean(work.trained_tokens)
         pairs = work.mean(work.trained_tokens**2) / 2.0
-        one_s = cost.step_s(StepWork(prefill_tokens=round(tokens), prefill_pairs=pairs, num_prompts=1))
+        one_s = cost.step_s(StepWork(prefill_tokens=whole_tokens(tokens), prefill_pairs=pairs, num_prompts=1))
         one_s = one_s + model.reward_function_s
         return one_s * model.batch_trajectories, one_s
 
@@ -334,10 +334,7 @@ class StageRates:
             raise InputError(f"reward must be >= 1, for {self.model.reward_model.name} to score, got {split.reward}")
 
 
-def _line(moving: MovingCost, cost: ServingCost) -> tuple[float, float, float]:
+def _line(moving: MovingCost, cost: ServingCost, overhead_s: float) -> tuple[float, float, float]:
     """A load as a line: overhead, what it takes alone, and what each replica that loads beside it adds to the store's
     share."""
-    nothing_s = moving.load_s(cost, 0)
-    each_s = (moving.load_s(cost, 2 * _MANY) - moving.load_s(cost, _MANY)) / _MANY
-    overhead_s = moving.load_s(cost, _MANY) - each_s * _MANY
-    return overhead_s, nothing_s - overhead_s, each_s
+    return overhead_s, moving.load_s(cost, 0) - overhead_s, (moving.load_s(cost, _MANY) - overhead_s) / _MANY

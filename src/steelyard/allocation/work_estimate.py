@@ -1,6 +1,7 @@
 """The work as a planner reckons with it: the latest groups as arrays, weighted by how recent they are, and scaled to
 what trends say of the steps to come."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -105,9 +106,9 @@ class WorkEstimate:
     def train_batch(self, num_trajectories: int) -> TrainBatch:
         """What a step trains on, on average."""
         return TrainBatch(
-            num_tokens=max(1, round(self.mean(self.trained_tokens) * num_trajectories)),
+            num_tokens=max(1, whole_tokens(self.mean(self.trained_tokens) * num_trajectories)),
             pairs=self.mean(self.train_pairs) * num_trajectories,
-            longest_tokens=max(1, round(self.longest_train_tokens)),
+            longest_tokens=max(1, whole_tokens(self.longest_train_tokens)),
         )
 
     def slowest(self, values: Floats, num_groups: int) -> Floats:
@@ -129,6 +130,11 @@ class WorkEstimate:
         below = np.cumsum(weights[order], axis=0) / weights.sum()
         is_largest = np.diff(np.minimum(below, 1.0) ** draws, axis=0, prepend=0.0)
         return np.asarray((np.take_along_axis(largest, order, axis=0) * is_largest).sum(axis=0))
+
+
+def whole_tokens(number: float) -> int:
+    """Rounded up, but for what the order of a sum makes of a whole number."""
+    return math.ceil(round(number, 6))
 
 
 def _row(facts: TrajectoryFacts) -> tuple[float, ...]:

@@ -107,7 +107,9 @@ def test_a_calibration_takes_the_place_of_guesses_on_its_own_kind_of_device() ->
 
 def test_policies_are_found_by_name_and_take_their_own_options() -> None:
     assert isinstance(make_policy(PolicyPart(kind="queue", options={"queue_weight": 1.0})), QueuePolicy)
-    with pytest.raises(InputError, match=r"policy\.kind must be one of fixed, queue, ratio, libra, planner, oracle, got 'magic'"):
+    with pytest.raises(
+        InputError, match=r"policy\.kind must be one of fixed, queue, ratio, libra, planner, oracle, got 'magic'"
+    ):
         make_policy(PolicyPart(kind="magic"))
     with pytest.raises(InputError, match=r"policy\.options must be what ratio takes: .* 'speed'"):
         make_policy(PolicyPart(kind="ratio", options={"speed": 1}))
