@@ -11,6 +11,7 @@ from steelyard.allocation.architecture import Architecture, Experts
 from steelyard.allocation.calibration import Calibration
 from steelyard.allocation.devices import device_kind
 from steelyard.allocation.engine_limits import EngineLimits
+from steelyard.allocation.libra import LibraPolicy
 from steelyard.allocation.moving_cost import MovingRates
 from steelyard.allocation.planner import make_planner
 from steelyard.allocation.policies import FixedPolicy, QueuePolicy, RatioPolicy
@@ -28,7 +29,7 @@ from steelyard.types.record import Record
 ENTRY_POINTS = "steelyard.policies"
 
 _OURS: Mapping[str, Callable[..., Policy]] = {"fixed": FixedPolicy, "queue": QueuePolicy, "ratio": RatioPolicy}
-_OF_A_CLUSTER: Mapping[str, Callable[..., Policy]] = {"planner": make_planner}
+_OF_A_CLUSTER: Mapping[str, Callable[..., Policy]] = {"libra": LibraPolicy, "planner": make_planner}
 """Policies that are made for one cluster."""
 
 ORACLE = "oracle"
