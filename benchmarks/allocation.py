@@ -131,6 +131,12 @@ def part_of(chosen: Row, name: str, policy: str, given: Split) -> tuple[PolicyPa
     return PolicyPart(kind=policy, options=found.get("options", {})), start
 
 
+def untuned(names: list[str]) -> list[str]:
+    """Policies that were played as they stand, by scenario."""
+    tuned, known = settings().get("tuned", {}), policy_names()
+    return [f"{one} in {name}" for name in names for one in POLICIES if one in known and one not in tuned.get(name, {})]
+
+
 def ablations(chosen: Row) -> dict[str, PolicyPart]:
     """Rows of the table beside the policies, as the settings name them; those that can be made."""
     known = policy_names()
@@ -332,6 +338,9 @@ def report(names: list[str], directory: Path, arguments: argparse.Namespace) -> 
     if not found:
         raise SystemExit(f"--results must be a directory with results of {', '.join(names)}, got {directory}")
     text = tables(found, POLICIES, list(ablations(settings())))
+    bare = untuned(list(found))
+    if bare:
+        text += f"\n\nNot tuned, with the scenario's split and no options: {', '.join(bare)}."
     print(text)
     floors = tomllib.loads(FLOORS.read_text())["allocation"]
     verdicts: list[Verdict] = figures(found, floors, POLICIES, names, kinds_of(names))
