@@ -92,13 +92,15 @@ class Case:
             self._bound = lower_bound(self.setup, self.limits)
         return self._bound
 
-    def play(self, part: PolicyPart, start: Split, setup: SimSetup | None = None) -> SimResult:
-        """One run."""
+    def play(
+        self, part: PolicyPart, start: Split, setup: SimSetup | None = None, bound: Bound | None = None
+    ) -> SimResult:
+        """One run; of another setup, with its bound, where they are given."""
         played = self.setup if setup is None else setup
         scenario = replace(self.scenario, policy=part, split=start)
-        bound = self.bound if setup is None else lower_bound(played, self.limits)
+        known = self.bound if bound is None else bound
         policy = FixedPolicy() if part.kind == "fixed" else policy_of(scenario, played)
-        return Simulation(played, start, self.limits, policy, part.kind, self.seed, bound=bound).run()
+        return Simulation(played, start, self.limits, policy, part.kind, self.seed, bound=known).run()
 
 
 def kinds_of(names: list[str]) -> Kinds:
@@ -127,6 +129,12 @@ def part_of(chosen: Row, name: str, policy: str, given: Split) -> tuple[PolicyPa
     found = chosen.get("tuned", {}).get(name, {}).get(policy, {})
     start = _split(found["start"]) if "start" in found else given
     return PolicyPart(kind=policy, options=found.get("options", {})), start
+
+
+def untuned(names: list[str]) -> list[str]:
+    """Policies that were played as they stand, by scenario."""
+    tuned, known = settings().get("tuned", {}), policy_names()
+    return [f"{one} in {name}" for name in names for one in POLICIES if one in known and one not in tuned.get(name, {})]
 
 
 def ablations(chosen: Row) -> dict[str, PolicyPart]:
@@ -224,29 +232,42 @@ def tune(names: list[str], say: Say) -> None:
     """Choose for each policy and scenario the split to begin with and the options, on draws of their own.
 
     Each policy may have as many runs as any other: two splits (the scenario's, and the best fixed one of the tuning
-    draw) times at most four candidates in the settings, on every tuning draw.
+    draw) times at most four candidates in the settings, on every tuning draw. What is chosen already stays: whoever
+    changes a policy or its candidates takes it out of the settings first.
     """
-    chosen = settings()
     known = policy_names()
     for name in names:
+        tuned = settings().get("tuned", {}).get(name, {})
+        wanted = [one for one in POLICIES if one in known and one not in tuned]
+        if not wanted:
+            continue
         cases = [Case(name, seed) for seed in TUNING_SEEDS]
-        short = [shortened(case.setup, TUNING_FRAC) for case in cases]
         fixed = find_fixed_split(cases[0].setup, cases[0].limits, cases[0].seed).split
         starts = list(dict.fromkeys([cases[0].scenario.split, fixed]))
-        for policy in POLICIES:
-            if policy not in known:
-                continue
-            tried = list[tuple[float, Split, Row]]()
-            for start in starts:
-                for options in chosen["candidates"][policy]:
-                    part = PolicyPart(kind=policy, options=options)
-                    runs = [case.play(part, start, setup) for case, setup in zip(cases, short, strict=True)]
-                    tried.append((sum(run.makespan_s for run in runs) / len(runs), start, options))
-            best_s, start, options = min(tried, key=lambda one: one[0])
-            tuned = chosen.setdefault("tuned", {}).setdefault(name, {})
-            tuned[policy] = {"start": _told(start), "options": options}
-            say(f"{name} {policy}: {best_s:.1f} s of {len(tried)} settings: {_told(start)} {options}")
+        short = [(case, setup, lower_bound(setup, case.limits)) for case, setup in _shortened(cases)]
+        for policy in wanted:
+            best_s, start, options = _best_settings(policy, starts, short)
+            chosen = settings()
+            chosen.setdefault("tuned", {}).setdefault(name, {})[policy] = {"start": _told(start), "options": options}
             SETTINGS.write_text(_toml(chosen))
+            say(f"{name} {policy}: {best_s:.1f} s with {_told(start)} {options}")
+
+
+def _shortened(cases: list[Case]) -> list[tuple[Case, SimSetup]]:
+    return [(case, shortened(case.setup, TUNING_FRAC)) for case in cases]
+
+
+def _best_settings(
+    policy: str, starts: list[Split], short: list[tuple[Case, SimSetup, Bound]]
+) -> tuple[float, Split, Row]:
+    """The mean makespan, the split to begin with and the options, of the best of all."""
+    tried = list[tuple[float, Split, Row]]()
+    for start in starts:
+        for options in settings()["candidates"][policy]:
+            part = PolicyPart(kind=policy, options=options)
+            runs = [case.play(part, start, setup, bound).makespan_s for case, setup, bound in short]
+            tried.append((sum(runs) / len(runs), start, options))
+    return min(tried, key=lambda one: one[0])
 
 
 def _toml(chosen: Row) -> str:
@@ -317,6 +338,9 @@ def report(names: list[str], directory: Path, arguments: argparse.Namespace) -> 
     if not found:
         raise SystemExit(f"--results must be a directory with results of {', '.join(names)}, got {directory}")
     text = tables(found, POLICIES, list(ablations(settings())))
+    bare = untuned(list(found))
+    if bare:
+        text += f"\n\nNot tuned, with the scenario's split and no options: {', '.join(bare)}."
     print(text)
     floors = tomllib.loads(FLOORS.read_text())["allocation"]
     verdicts: list[Verdict] = figures(found, floors, POLICIES, names, kinds_of(names))

@@ -230,9 +230,8 @@ def _change(snapshot: Snapshot, choice: _Choice, now: str, stay_s: float) -> Pla
 
 def words_of(split: Split) -> str:
     """A split for people: ``rollout 4 x tp 8 + 1 x tp 4, train 12``."""
-    pool = " + ".join(f"{size.count} x tp {size.tp}" for size in split.sizes) or "none"
     reward = f", reward {split.reward}" if split.reward else ""
-    return f"rollout {pool}, train {split.train}{reward}"
+    return f"rollout {split.pool}, train {split.train}{reward}"
 
 
 def _expected_s(split: Split, points: Sequence[ForecastPoint], models: Sequence[StageRates]) -> float | None:

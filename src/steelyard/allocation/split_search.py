@@ -22,7 +22,8 @@ from steelyard.types.record import Record
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-_PRECISION = 1e-8
+_PRECISION = 1e-9
+_COARSE_HALVINGS, _FINE_HALVINGS = 7, 4
 _MOST_TRIED = 12
 """Ways to share out devices that are left over."""
 
@@ -127,21 +128,31 @@ class SplitSearch:
             low, high = high, high * 2.0
             if high > 1e15:
                 raise InputError(f"no split of {self._total} devices can do the work within {self._limits}")
-        while high - low > _PRECISION * high:
+        low, high = self._halved(low, high, _COARSE_HALVINGS)
+        while True:
+            # A period is one of finitely many: when none shorter than that of a split can be kept, it is the shortest.
+            found = self._found(high)
+            least_s = min(one.periods.period_s for one in found)
+            if self._keep(least_s * (1.0 - _PRECISION)) is None:
+                best = [one for one in found if one.periods.period_s <= least_s * (1.0 + _PRECISION)]
+                return min(best, key=lambda one: _strain(one.periods))
+            low, high = self._halved(min(low, least_s), least_s * (1.0 - _PRECISION), _FINE_HALVINGS)
+
+    def _halved(self, low: float, high: float, number: int) -> tuple[float, float]:
+        """A period that cannot be kept, and one that can, nearer to each other."""
+        for _ in range(number):
             middle = (low + high) / 2.0
             if self._keep(middle) is None:
                 low = middle
             else:
                 high = middle
-        kept = self._keep(high)
+        return low, high
+
+    def _found(self, period_s: float) -> list[Planned]:
+        """Splits that keep a period that can be kept."""
+        kept = self._keep(period_s)
         assert kept is not None
-        tried = [self._planned(one) for one in self._shared_out(high, *kept)]
-        found = [one for one in tried if one is not None]
-        least_s = min(one.periods.period_s for one in found)
-        return min(
-            (one for one in found if one.periods.period_s <= least_s * (1.0 + 10.0 * _PRECISION)),
-            key=lambda one: _strain(one.periods),
-        )
+        return [one for split in self._shared_out(period_s, *kept) if (one := self._planned(split)) is not None]
 
     def _keep(self, period_s: float) -> tuple[int, int, int, int] | None:
         """The fewest devices that keep a period: rollout, train, reward, and the lane of the pool. None: too many."""

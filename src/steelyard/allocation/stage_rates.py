@@ -220,7 +220,8 @@ class StageRates:
         fixed_s = fixed_s + self._reward[1] + self._prompts_s(self.by_size[tp]) * self.factors.of_size(tp)
         all_s = work.generated_tokens[:, None] * self.paces_s + fixed_s[:, None]
         changes_s = model.max_policy_lag * self._swap_s[tp]
-        return work.slowest(all_s, model.groups_per_batch) + changes_s, work.weights @ all_s
+        mean_s = work.mean(work.generated_tokens) * self.paces_s + work.mean(fixed_s)
+        return work.slowest(all_s, model.groups_per_batch) + changes_s, mean_s
 
     def _reward_s(self) -> tuple[float, float]:
         """Device-seconds of scoring a batch, and what one score takes."""

@@ -31,6 +31,7 @@ Ints = npt.NDArray[np.int64]
 _SIZES = (1, 2, 4, 8, 16)
 _CONTEXT_SIZES = (1, 2, 4)
 _LEAST_MICRO_BATCH_TOKENS = 4096
+_MOST_DEVICES = 4096
 _COLUMNS = ("tp", "pp", "dp", "cp", "ep", "recompute")
 
 
@@ -65,9 +66,7 @@ class TrainTable:
         times = np.where(fits, rows.step_s(batch), np.inf)
         self.step_s, self._row = _best(self._layouts[:, -1], times, max_devices)
         if not np.isfinite(self.step_s[-1]):
-            raise InputError(
-                f"training of {architecture.name} must fit into {max_devices} devices, but no tp x pp x dp x cp does"
-            )
+            raise InputError(_unfitting(architecture, roofline, batch, max_devices, element_bytes))
 
     @property
     def least_devices(self) -> int:
@@ -93,6 +92,20 @@ class TrainTable:
             micro_batch_tokens=self._micro_batch_tokens,
             recompute=bool(recompute),
         )
+
+
+def _unfitting(
+    architecture: Architecture, roofline: Roofline, batch: TrainBatch, max_devices: int, element_bytes: int
+) -> str:
+    words = f"train must be a number of devices into which a tp x pp x dp x cp of {architecture.name} fits"
+    for more in (4 * max_devices, 64 * max_devices):
+        if more <= _MOST_DEVICES:
+            try:
+                least = TrainTable(architecture, roofline, batch, more, element_bytes).least_devices
+            except InputError:
+                continue
+            return f"{words}, got at most {max_devices}; {least} would fit"
+    return f"{words}, got at most {max_devices}; none would fit: shorter trajectories or larger devices"
 
 
 @lru_cache(maxsize=16)

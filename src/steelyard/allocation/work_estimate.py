@@ -3,12 +3,13 @@ what trends say of the steps to come."""
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from steelyard.allocation.training_cost import TrainBatch
-from steelyard.allocation.work_sketch import GroupFacts, TrajectoryFacts
+from steelyard.allocation.work_sketch import GroupFacts
 from steelyard.errors import InputError
 from steelyard.types.record import Record
 
@@ -26,6 +27,7 @@ _FIELDS = (
     "tool_s",
     "decoded_tokens",
 )
+_ROW = attrgetter(*_FIELDS)
 _LEAST_WHOLE_GROUPS = 4
 """With fewer whole groups, members count as independent of each other."""
 
@@ -62,7 +64,7 @@ class WorkEstimate:
         members = [member for group in groups for member in group.members]
         if not members:
             raise InputError("a plan must have work to go by, got no trajectory")
-        columns = np.array([_row(member) for member in members], dtype=np.float64).T
+        columns = np.array([_ROW(member) for member in members], dtype=np.float64).T
         by_name = dict(zip(_FIELDS, columns, strict=True))
         steps = np.array([group.step for group in groups], dtype=np.float64)
         weights = np.exp2(-(steps.max() - steps) / half_life_steps)
@@ -135,7 +137,3 @@ class WorkEstimate:
 def whole_tokens(number: float) -> int:
     """Rounded up, but for what the order of a sum makes of a whole number."""
     return math.ceil(round(number, 6))
-
-
-def _row(facts: TrajectoryFacts) -> tuple[float, ...]:
-    return tuple([getattr(facts, name) for name in _FIELDS])

@@ -287,19 +287,27 @@ class ExhaustivePlan:
             pairs=self._mean([one.train_pairs for one in members]) * number,
             longest_tokens=max(one.longest_train_tokens for one in members),
         )
-        micro, sizes = 4096, (1, 2, 4, 8, 16)
-        while micro < batch.longest_tokens:
-            micro *= 2
-        best_s = self._train[num_devices - 1] if num_devices > 1 else math.inf
-        for tp, pp, cp, ep in product(sizes, sizes, (1, 2, 4), sizes if model.architecture.experts else (1,)):
-            dp = num_devices // (tp * pp * cp)
-            if tp * pp * cp * dp != num_devices or dp % ep:
+        before_s = self._train[num_devices - 1] if num_devices > 1 else math.inf
+        here_s = fastest_step_s(model.architecture, self._roofline, batch, num_devices, model.element_bytes)
+        return min(before_s, here_s)
+
+
+def fastest_step_s(
+    architecture: Architecture, roofline: Roofline, batch: TrainBatch, num_devices: int, element_bytes: int = 2
+) -> float:
+    """An optimizer step in the fastest layout of exactly so many devices; infinite where none fits."""
+    micro, sizes, best_s = 4096, (1, 2, 4, 8, 16), math.inf
+    while micro < batch.longest_tokens:
+        micro *= 2
+    for tp, pp, cp, ep in product(sizes, sizes, (1, 2, 4), sizes if architecture.experts else (1,)):
+        dp = num_devices // (tp * pp * cp)
+        if tp * pp * cp * dp != num_devices or dp % ep:
+            continue
+        for recompute in (True, False):
+            layout = TrainLayout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, micro_batch_tokens=micro, recompute=recompute)
+            try:
+                cost = TrainingCost(architecture, roofline, layout, element_bytes)
+            except InputError:
                 continue
-            for recompute in (True, False):
-                layout = TrainLayout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, micro_batch_tokens=micro, recompute=recompute)
-                try:
-                    cost = TrainingCost(model.architecture, self._roofline, layout, model.element_bytes)
-                except InputError:
-                    continue
-                best_s = min(best_s, cost.step_s(batch))
-        return best_s
+            best_s = min(best_s, cost.step_s(batch))
+    return best_s

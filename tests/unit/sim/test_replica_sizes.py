@@ -94,6 +94,13 @@ def test_a_pool_that_changes_all_its_sizes_keeps_half_of_it_at_work() -> None:
     assert simulation.snapshot().split == pool(2, 2, 2, 2, 2, 2)
 
 
+def test_a_decision_names_the_pool_where_its_sizes_change() -> None:
+    _, result = run(setup(), pool(4, 4), Follows(pool(4, 4), pool(4, 2, 2)))
+    lines = [decision.line for decision in result.decisions]
+    assert lines[0].endswith("=> keep rollout=8 train=4")
+    assert lines[1].endswith("=> adjust rollout=8 train=4 (1 x tp 4 + 2 x tp 2)")
+
+
 def test_a_plan_with_a_size_that_cannot_serve_the_work_leaves_the_pool_as_it_was_and_says_why() -> None:
     simulation, result = run(setup(), pool(4, 4), Follows(pool(4, 3)))
     assert simulation.snapshot().split == pool(4, 4)
