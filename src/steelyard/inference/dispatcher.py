@@ -395,8 +395,14 @@ class Dispatcher:
 
     def _has_room(self, ticket: Ticket, state: ReplicaState, own: Home | None, now_s: float) -> bool:
         need, capacity = ticket.need, state.capacity_tokens
-        if capacity is not None and state.num_open and state.projected_tokens + need.kv_tokens > capacity:
+        # Most are told apart without a look at what is kept for whom.
+        if capacity is None or not state.num_open:
+            return True
+        used = state.projected_tokens + need.kv_tokens
+        if used > capacity:
             return False
+        if used + self.homes.kept_tokens(state.replica_id) <= capacity:
+            return True
         return has_room(
             need,
             capacity_tokens=capacity,

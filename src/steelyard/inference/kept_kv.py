@@ -5,10 +5,10 @@ rate differs from one question to the next, as the replica's pace and load do, b
 once for a span of time and of rates. Only the few that fall between are looked at with each question.
 """
 
-_RATE_MARGIN = 1.25
+_RATE_MARGIN = 1.1
 """A sorting holds for rates up to so many times less or more."""
 
-_SPAN_FRAC = 0.1
+_SPAN_FRAC = 0.05
 """A sorting holds for this share of the time for which a conversation is kept on the mean."""
 
 

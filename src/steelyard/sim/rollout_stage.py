@@ -421,6 +421,9 @@ def _tokens(number: int) -> tuple[int, ...]:
 
 
 def _add(total: ReplicaTotals, one: ReplicaTotals, num_devices: int) -> None:
-    for name in ("prefill_tokens", "decode_tokens", "cached_tokens", "recomputed_tokens", "num_put_back"):
-        setattr(total, name, getattr(total, name) + getattr(one, name))
+    total.prefill_tokens += one.prefill_tokens
+    total.decode_tokens += one.decode_tokens
+    total.cached_tokens += one.cached_tokens
+    total.recomputed_tokens += one.recomputed_tokens
+    total.num_put_back += one.num_put_back
     total.busy_s += one.busy_s * num_devices
