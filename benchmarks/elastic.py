@@ -3,7 +3,7 @@
 Same update: five steps by the trainer alone, with one and with two helper processes, with a helper that joins and one
 that leaves in the middle, and with a helper that is killed (SIGKILL) in mid-gradient. Each is compared with the trainer
 alone: norm(D - D') / norm(D) over the change D of all parameters, and bit by bit. As a control, the update of a batch
-is made once without one of its units.
+is made once without one of its units. And the losses of a core of two ranks are compared with those of one process.
 
 Join and leave: trainer and helper are pinned to a core each. A turn has four steps over like batches: alone; alone,
 while a helper joins (its load, and its leaving once it has proven its weights, so that its help does not hide what it
@@ -33,6 +33,7 @@ from steelyard.processes.child import pin_to_core
 from steelyard.processes.faults import FaultPlan
 from steelyard.processes.supervision import end_all
 from steelyard.testing.elastic_rig import ElasticRig, elastic_rig, moved_apart
+from steelyard.testing.parallel_ranks import one_process, run_ranks
 from steelyard.testing.tiny_model import write_tiny_model
 from steelyard.testing.tokenizer import chatml_hermes_template
 from steelyard.testing.training_data import random_samples
@@ -63,6 +64,7 @@ def main() -> int:
         root = Path(directory)
         model_dir = write_tiny_model(root / "model") if arguments.quick else write_quick_model(root / "model")
         found = same_update(root, model_dir, arguments.quick)
+        found |= two_ranks(root / "ranks", model_dir)
         found |= asyncio.run(join_and_leave(root / "turns", model_dir, arguments.quick))
     is_good = True
     for name, floor in tomllib.loads(FLOORS.read_text())["elastic"].items():
@@ -188,6 +190,16 @@ def without_one_unit(batch: StepBatch) -> float:
     total, _ = sums.finish()
     lacking = torch.cat([total[name].flatten() for name, _ in module.named_parameters() if name in total])
     return float((whole - lacking).norm() / whole.norm())
+
+
+def two_ranks(root: Path, model_dir: Path) -> dict[str, float]:
+    """How far the losses of a core of two ranks (FSDP2 over gloo) are from those of one process, over 3 steps."""
+    root.mkdir()
+    wanted, _ = one_process(model_dir, 3)
+    found = run_ranks(root, model_dir, 2, num_steps=3, limit_s=600.0)
+    error = max(abs(one - other) for one, other in zip(wanted.losses, found.losses, strict=True))
+    print(f"two ranks: losses {found.losses}, of one process {wanted.losses}")
+    return {"max_two_rank_loss_error": error}
 
 
 # --- join and leave -------------------------------------------------------------------------------

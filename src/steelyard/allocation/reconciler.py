@@ -108,9 +108,8 @@ def reconcile(observed: Observed, wanted: Split, limits: Limits, devices_per_nod
     state = observed
     for group in observed.groups:
         if set(group.devices) & set(observed.lost):
-            action = Action(kind=ActionKind.RELEASE, group=group, reason="a device of it is lost")
-            actions.append(action)
-            state = apply_action(state, action)
+            actions.append(Action(kind=ActionKind.RELEASE, group=group, reason="a device of it is lost"))
+            state = apply_action(state, actions[-1])
     surplus, missing = _difference(state, wanted)
     while surplus or missing:
         action = _next_assignment(state, missing, devices_per_node) or _next_release(state, surplus, limits)

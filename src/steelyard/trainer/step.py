@@ -57,12 +57,14 @@ def unit_gradient(
     return take_gradients(module), loss_sums
 
 
-def backward(module: torch.nn.Module, micro_batch: MicroBatch, unit: LeaseUnit, settings: LossSettings) -> LossSums:
-    """Add one micro-batch's gradient to the parameters' ``grad``."""
+def backward(
+    module: torch.nn.Module, micro_batch: MicroBatch, unit: LeaseUnit, settings: LossSettings, weight: float = 1.0
+) -> LossSums:
+    """Add one micro-batch's gradient, times ``weight``, to the parameters' ``grad``."""
     rows = read_rows(micro_batch, unit.parent_version)
     logits = logits_at(module, rows.token_ids, rows.positions)
     loss, loss_sums = policy_loss(logits, rows.tokens, unit.loss_denominator, settings)
-    torch.autograd.backward(loss)
+    torch.autograd.backward(loss if weight == 1.0 else loss * weight)
     return loss_sums
 
 
