@@ -11,7 +11,7 @@ import msgspec
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import LoopContext
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from steelyard.errors import InputError
@@ -54,6 +54,8 @@ class ChatTemplate:
             raise InputError(f"the chat template cannot be compiled: {error}") from error
         self.source = source
         self.special_tokens = dict(special_tokens or {})
+        self._environment = environment
+        self._fixed = {**environment.globals, **self.special_tokens, "documents": None}
         self.writes_each_alone = writes_each_alone(environment.parse(source), self.special_tokens)
 
     @classmethod
@@ -85,13 +87,10 @@ class ChatTemplate:
             InputError: the template refuses these messages, or fails on them.
         """
         try:
-            return self._template.render(
-                **self.special_tokens,
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-            )
+            given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+            # What Template.render does, without what serves blocks and inheritance.
+            context = Context(self._environment, {**self._fixed, **given}, None, {})
+            return "".join(self._template.root_render_func(context))
         except _FAILURES as error:
             raise InputError(f"the chat template refuses these messages: {error}") from error
 

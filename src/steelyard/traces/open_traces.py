@@ -138,7 +138,8 @@ class OpenTraces:
         """Empty an open trace, if there is one; from here on there is none."""
         file = self._files.pop(attempt_id, None)
         if file is None:
-            trace_path(self._directory, attempt_id).unlink(missing_ok=True)
+            if self._path(attempt_id) not in self._spare:
+                trace_path(self._directory, attempt_id).unlink(missing_ok=True)
             return
         if len(self._spare) < min(_MAX_SPARE, self._max_files // 2):
             try:

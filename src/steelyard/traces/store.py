@@ -31,8 +31,8 @@ class TraceStore:
     Args:
         root: made where it is missing.
         fault: called at the points ``trace:<point>`` of a sealing write, and at ``trace:appended``.
-        before_seal: blocking work done in the writer's thread before a group of traces becomes durable, such
-            as flushing the ledger that counts the same tokens.
+        before_seal: blocking work done in a thread before any of a group of traces counts as sealed, such as
+            flushing the ledger that counts the same tokens.
         archive: where sealed traces are kept; None keeps them in ``root``. It is not closed here.
     """
 

@@ -111,6 +111,18 @@ def test_outlines_say_of_each_turn_what_the_turn_says(tmp_path: Path) -> None:
     again.close()
 
 
+def test_a_trace_that_is_removed_twice_and_begun_again_is_on_the_disk(tmp_path: Path) -> None:
+    traces = OpenTraces(tmp_path)
+    turn = make_turn("att_a", 0)
+    traces.append(turn)
+    traces.remove("att_a")
+    traces.remove("att_a")
+    traces.append(turn)
+    assert list(traces.attempts()) == ["att_a"]
+    traces.close()
+    assert OpenTraces(tmp_path).turns("att_a") == (turn,)
+
+
 def test_outlines_of_a_trace_that_was_cut_back_are_of_what_is_left(tmp_path: Path) -> None:
     traces = OpenTraces(tmp_path)
     turns = tuple(make_turn("att_a", index, num_tokens=index + 1) for index in range(4))
