@@ -25,7 +25,7 @@ _HORIZON = 64
 # Of so many conversations the length is remembered, about.
 _WINDOW = 512
 # Before anything is known, conversations go on for three more turns on the mean. That counts as much as two of them.
-_PRIOR_END_FRAC, _PRIOR_WEIGHT = 0.25, 2.0
+_PRIOR_END_FRAC, _PRIOR_WEIGHT = 0.1, 2.0
 
 
 @dataclass(frozen=True, slots=True)
