@@ -24,8 +24,8 @@ _MAX_ATTEMPTS = 10_000
 _HORIZON = 64
 # Of so many conversations the length is remembered, about.
 _WINDOW = 512
-# Before anything is known, conversations go on for three more turns on the mean. That counts as much as two of them.
-_PRIOR_END_FRAC, _PRIOR_WEIGHT = 0.25, 2.0
+# Before anything is known, conversations go on for nine more turns on the mean. That counts as much as two of them.
+_PRIOR_END_FRAC, _PRIOR_WEIGHT = 0.1, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +99,20 @@ class GrowthForecast:
         ahead = np.arange(_HORIZON)
         turns = np.array([min(member.turn, _HORIZON) for member in members])[:, None]
         now = np.array([member.num_tokens for member in members], np.float64)[:, None]
-        turn_tokens = self._turn_tokens.value(float(members[-1].num_tokens))
+        turn_tokens = max(0.0, self._turn_tokens.value(members[-1].num_tokens))
         reached = self._share_that_reaches()
         go_on = reached[turns - 1 + ahead] / reached[turns - 1]
         # One that is longer than any may get stays as it is.
         needed = (go_on * np.minimum(now + turn_tokens * ahead, np.maximum(now, longest_tokens))).sum(axis=0)
-        first_tokens = self._first_tokens.value(float(members[-1].num_tokens))
+        first_tokens = self._first_tokens.value(members[-1].num_tokens)
         one = reached[:_HORIZON] * np.minimum(first_tokens + turn_tokens * ahead, longest_tokens)
-        num_begun = np.minimum(ahead * (capacity_tokens / one.sum()), num_waiting + len(members) - go_on.sum(axis=0))
+        # The one that asks is the first of those that keep coming.
+        num_kept_up = np.maximum(0.0, ahead * (capacity_tokens / one.sum()) - 1.0)
+        num_begun = np.minimum(num_kept_up, num_waiting + len(members) - go_on.sum(axis=0))
         needed += np.convolve(np.diff(num_begun, prepend=0.0), one)[:_HORIZON]
-        return max(0, int(needed.max() - now.sum()))
+        # What is needed when it will probably have ended does not speak against it.
+        is_there = go_on[-1] >= 0.5
+        return max(0, int(needed[is_there].max() - now.sum()))
 
     def _share_that_reaches(self) -> npt.NDArray[np.float64]:
         """By turn less 1: the share of all conversations that reach it; 1 for the first."""
