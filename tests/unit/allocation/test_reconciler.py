@@ -23,8 +23,12 @@ def group(name: str, role: Role, *devices: int) -> Group:
 
 
 def split_of(observed: Observed, tp: int) -> Split:
-    counts = {role.value: observed.count(role) for role in Role}
-    return Split(**counts, rollout_tp=tp)
+    return Split(
+        rollout=observed.count(Role.ROLLOUT),
+        train=observed.count(Role.TRAIN),
+        reward=observed.count(Role.REWARD),
+        rollout_tp=tp,
+    )
 
 
 @st.composite
