@@ -1,7 +1,7 @@
 """A1: a static split left one side idle once lengths grew.
 
-`steelyard simulate` plays a trace whose trajectories grow longer half-way, in turns and in what each samples:
-`planner` plans anew and ends sooner than the split that was right before; where the lengths stay it leaves the split alone.
+`steelyard simulate` plays a trace whose trajectories grow longer half-way, in turns and in what each samples: `planner`
+plans anew and ends sooner than the split that was right before; where the lengths stay it leaves the split alone.
 """
 
 import json
