@@ -53,8 +53,7 @@ def plan_report(model: ClusterModel, work: WorkEstimate, limits: Limits, given: 
     Raises:
         InputError: no split can do the work, or ``given`` cannot; says what would fit.
     """
-    # One device more than there are is asked about, too.
-    rates = StageRates(model, work, limits.total + 1)
+    rates = StageRates(model, work, limits.total)
     planned = SplitSearch(rates, limits).best()
     compared = None if given is None else Planned(split=given, periods=_checked(rates, limits, given))
     return PlanReport(
@@ -63,7 +62,7 @@ def plan_report(model: ClusterModel, work: WorkEstimate, limits: Limits, given: 
         train_layout=rates.train_table.layout(planned.split.train),
         given=compared,
         runner_ups=tuple(_runner_ups(rates, limits, planned)),
-        more=tuple(_more(rates, limits, planned)),
+        more=tuple(_more(StageRates(model, work, limits.total + 1), limits, planned)),
     )
 
 

@@ -24,15 +24,15 @@ from steelyard.allocation.observed_periods import ObservedPeriods
 from steelyard.allocation.snapshot import Limits, Plan, Role, Snapshot, Split
 from steelyard.allocation.split_search import SplitSearch
 from steelyard.allocation.stage_rates import StageRates
-from steelyard.allocation.transition import lost_s, num_changed
+from steelyard.allocation.transition import Price, num_changed, price_of
 from steelyard.allocation.work_estimate import Growth, WorkEstimate
 from steelyard.allocation.work_sketch import WorkSketch
 from steelyard.errors import InputError
 from steelyard.types.record import Record
 
 _EARLY_GAIN_FRAC = 0.2
-"""What a change must gain at least while the trajectories that were admitted first are not through: the short ones end
-first, so what has been seen is not yet what there is."""
+"""What a change must gain at least while the trajectories that were admitted first are not through; there is one such
+change: the short ones end first, so what has been seen is not yet what there is."""
 
 _BUSY_FRAC = 0.97
 """A trainer that works for so much of a period has no slack."""
@@ -47,7 +47,7 @@ class PlannerOptions(Record, frozen=True, kw_only=True):
         min_gain_frac: a change must shorten the period by so much at least: against moves to and fro.
         forecast_steps: how far trends are carried on; 0: not at all.
         half_life_steps: of the weight of what the run has seen.
-        has_feedback: whether the feedback rule acts between plans.
+        has_planning, has_feedback: whether plans are made, and whether the feedback rule acts between them.
     """
 
     horizon_steps: int = 10
@@ -55,6 +55,7 @@ class PlannerOptions(Record, frozen=True, kw_only=True):
     min_gain_frac: float = 0.08
     forecast_steps: float = 2.0
     half_life_steps: float = 2.0
+    has_planning: bool = True
     has_feedback: bool = True
 
     def __post_init__(self) -> None:
@@ -68,11 +69,17 @@ class PlannerOptions(Record, frozen=True, kw_only=True):
 
 
 class _Choice(Record, frozen=True, kw_only=True):
-    """A split with its expected period and what going there loses, in seconds."""
+    """A split with its expected period and the price of going there."""
 
     split: Split
     period_s: float
-    lost_s: float
+    price: Price
+
+    def worth_s(self, stay_s: float, horizon_steps: int, margin: float) -> float:
+        """Seconds that going there brings over so many of the present periods: from when it is there, less its
+        price."""
+        left_s = max(0.0, horizon_steps * stay_s - self.price.taken_s)
+        return left_s * (1.0 - self.period_s / stay_s) - margin * self.price.lost_s
 
 
 class PlannerPolicy:
@@ -89,6 +96,7 @@ class PlannerPolicy:
         self._observed = ObservedPeriods()
         self._last: Split | None = None
         self._num_busy = self._num_idle = 0
+        self._has_changed_early = False
 
     def decide(self, snapshot: Snapshot) -> Plan:
         """See :class:`steelyard.allocation.snapshot.Policy`. A snapshot with holes keeps what there is and says why."""
@@ -127,45 +135,70 @@ class PlannerPolicy:
         present = snapshot.split
         stay_s = _expected_s(present, points, models)
         if stay_s is None:
-            best = search.best()
-            return Plan(split=best.split, reason="the split that there is cannot do the work")
+            return Plan(split=search.best().split, reason="the split that there is cannot do the work")
         self._observed.compare(snapshot, models[0])
-        choices = list[_Choice]()
-        for split in (search.best().split, *_neighbours(present, snapshot.limits)):
-            period_s = _expected_s(split, points, models)
-            if period_s is not None and period_s < stay_s:
-                price_s = lost_s(models[0], present, split, snapshot.switch_s)
-                choices.append(_Choice(split=split, period_s=period_s, lost_s=price_s))
+        choices = self._choices(snapshot, search, points, models, stay_s) if self._options.has_planning else []
         where = models[0].periods(present)
         now = f"{where.bottleneck} takes longest, {stay_s:.1f} s a batch"
-        best_choice = self._best(choices, stay_s, self._least_gain_frac(work))
+        best_choice = self._best(choices, stay_s, self._least_gain_frac(snapshot, work))
         if best_choice is not None:
+            self._has_changed_early = self._has_changed_early or self._seen_frac(snapshot, work) < 1.0
             return _change(snapshot, best_choice, now, stay_s)
         adjusted = self._feedback(snapshot, models[0]) if self._options.has_feedback else None
         return adjusted or Plan(split=present, reason=f"{now}: no change pays for itself", gain_frac=0.0)
 
+    def _choices(
+        self,
+        snapshot: Snapshot,
+        search: SplitSearch,
+        points: Sequence[ForecastPoint],
+        models: Sequence[StageRates],
+        stay_s: float,
+    ) -> list[_Choice]:
+        """Splits that shorten the period: the best of all, and what moves of whole replicas reach."""
+        choices, present = list[_Choice](), snapshot.split
+        for split in (search.best().split, *_neighbours(present, snapshot.limits)):
+            period_s = _expected_s(split, points, models)
+            if period_s is not None and period_s < stay_s:
+                price = price_of(models[0], present, split, snapshot.switch_s)
+                choices.append(_Choice(split=split, period_s=period_s, price=price))
+        return choices
+
     def _points(self, snapshot: Snapshot, work: WorkSketch) -> tuple[ForecastPoint, ...]:
-        # Of a run's first steps the short trajectories end first: what grows then is no drift.
+        seen = self._seen_frac(snapshot, work)
+        if seen < 1.0:
+            # The short ones end first. Those that run still are longer: the more, the fewer have ended.
+            longer = 2.0 - seen
+            growth = Growth(turns=longer, prompt=longer, generated=longer, tool=longer, context=longer)
+            return (ForecastPoint(growth=growth, weight=1.0),)
+        # What seems to grow until the first have been forgotten is no drift either.
         is_early = snapshot.step <= 2 * (self._model.max_policy_lag + 1)
         if self._options.forecast_steps == 0.0 or is_early:
             return (ForecastPoint(growth=Growth(), weight=1.0),)
         return forecast(work, self._options.forecast_steps)
 
+    def _seen_frac(self, snapshot: Snapshot, work: WorkSketch) -> float:
+        """How much of the work that is admitted at first has been seen to its end: all of it is due after L + 1
+        steps."""
+        steps = self._model.max_policy_lag + 1
+        return min(1.0, snapshot.step / steps, work.num_ended / (steps * self._model.batch_trajectories))
+
     def _rates(self, snapshot: Snapshot, work: WorkSketch, point: ForecastPoint) -> StageRates:
         estimate = WorkEstimate(work.groups, self._model.group_size, point.growth, self._options.half_life_steps)
         return StageRates(self._model, estimate, snapshot.limits.total, self._observed.factors())
 
-    def _least_gain_frac(self, work: WorkSketch) -> float:
-        first = (self._model.max_policy_lag + 1) * self._model.batch_trajectories
+    def _least_gain_frac(self, snapshot: Snapshot, work: WorkSketch) -> float:
         least = self._options.min_gain_frac
-        return least if work.num_ended >= first else max(least, _EARLY_GAIN_FRAC)
+        if self._seen_frac(snapshot, work) == 1.0:
+            return least
+        return 1.0 if self._has_changed_early else max(least, _EARLY_GAIN_FRAC)
 
     def _best(self, choices: Sequence[_Choice], stay_s: float, least_gain_frac: float) -> _Choice | None:
         """The one that is worth most over the horizon, if it pays for itself and is no trifle."""
         horizon, margin = self._options.horizon_steps, self._options.margin
 
         def worth_s(choice: _Choice) -> float:
-            return horizon * (stay_s - choice.period_s) - margin * choice.lost_s
+            return choice.worth_s(stay_s, horizon, margin)
 
         best = max(choices, key=worth_s, default=None)
         if best is None or worth_s(best) <= 0.0 or best.period_s > stay_s * (1.0 - least_gain_frac):
@@ -203,8 +236,9 @@ class PlannerPolicy:
             before_s, after_s = rates.periods(snapshot.split).period_s, rates.periods(wanted).period_s
         except InputError:
             return None
-        price_s = lost_s(rates, snapshot.split, wanted, snapshot.switch_s)
-        if self._options.horizon_steps * (before_s - after_s) < self._options.margin * price_s:
+        price = price_of(rates, snapshot.split, wanted, snapshot.switch_s)
+        choice = _Choice(split=wanted, period_s=after_s, price=price)
+        if choice.worth_s(before_s, self._options.horizon_steps, self._options.margin) < 0.0:
             return None
         gain = 1.0 - after_s / before_s
         return Plan(split=wanted, reason=f"feedback: {words} of a period", gain_frac=gain)
@@ -222,10 +256,9 @@ def make_planner(model: ClusterModel, **options: Any) -> PlannerPolicy:
 
 def _change(snapshot: Snapshot, choice: _Choice, now: str, stay_s: float) -> Plan:
     gain, moved = 1.0 - choice.period_s / stay_s, num_changed(snapshot.split, choice.split)
-    words = (
-        f"{now}; {choice.period_s:.1f} s with {words_of(choice.split)}, {moved} devices change, {choice.lost_s:.1f} s"
-    )
-    return Plan(split=choice.split, reason=f"{words} are lost", gain_frac=gain)
+    words = f"{now}; {choice.period_s:.1f} s with {words_of(choice.split)}"
+    price = f"{moved} devices change, {choice.price.lost_s:.1f} s are lost"
+    return Plan(split=choice.split, reason=f"{words}, {price}", gain_frac=gain)
 
 
 def words_of(split: Split) -> str:
