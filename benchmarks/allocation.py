@@ -9,8 +9,14 @@ trajectories in ten orders). Beside the policies stand
     oracle    the best schedule of splits that a search over whole runs finds, or the best run of anybody
 
 and the parts of our planner alone, as benchmarks/allocation_settings.toml names them under ``ablation``. A policy
-begins with the split and has the options that its tuning chose, by scenario, with the same number of runs for each, on
-draws that the table does not use (--tune). Virtual time only: nothing depends on the machine but how long it takes.
+has the options that its tuning chose, by scenario, with the same number of runs for each, on draws that the table does
+not use (--tune). Virtual time only: nothing depends on the machine but how long it takes.
+
+What a policy begins with is its own answer (--start own, the default): it is asked before the run, with the scenario's
+split as the present one and a sketch of how another draw of the work begins, as from an earlier run. Rules that look at
+queues and measured times keep the scenario's split, planners plan. Or tuning chooses the best of two splits for every
+policy alike, the scenario's and the best fixed one of a tuning draw (--start tuned): then what is left is what changes
+of the split bring. Results of both must not be mixed in one directory.
 
 Results are written as they come, one file a scenario, and what is there is not played again: an interrupted run goes on
 where it was, and several may work on different scenarios at once.
@@ -40,10 +46,12 @@ import yaml
 from msgspec.structs import replace
 
 from steelyard.allocation.policies import FixedPolicy
-from steelyard.allocation.snapshot import Limits, ReplicaSize, Split, split_of
+from steelyard.allocation.snapshot import Limits, ReplicaSize, Snapshot, Split, split_of
+from steelyard.allocation.work_sketch import WorkSketch, WorkSketcher, facts_of
 from steelyard.cli.simulation_input import read_workload
 from steelyard.errors import InputError
 from steelyard.sim.bound import Bound, lower_bound
+from steelyard.sim.fit import check_fit
 from steelyard.sim.fixed_split import find_fixed_split, shortened
 from steelyard.sim.oracle import find_oracle
 from steelyard.sim.scenario import PolicyPart, Scenario, make_limits, make_setup, policy_names, policy_of, read_scenario
@@ -60,6 +68,9 @@ POLICIES = ("queue", "ratio", "libra", "trajectory", "planner")
 QUICK = ("real_airline", "no_gain")
 FIRST_SEED = 1000
 TUNING_SEEDS = (1, 2)
+EARLIER_SEED = 3
+"""The draw whose beginning policies may have seen before a run."""
+MAX_EARLIER = 512
 TUNING_FRAC = 0.5
 """Of the steps, evenly over the work: tuning costs half of what the runs of the table do."""
 
@@ -91,6 +102,27 @@ class Case:
         if self._bound is None:
             self._bound = lower_bound(self.setup, self.limits)
         return self._bound
+
+    def own_start(self, part: PolicyPart, earlier: WorkSketch) -> Split:
+        """What a policy answers before the run."""
+        split = self.scenario.split
+        asked = Snapshot(at_s=0.0, step=0, split=split, limits=self.limits, work=earlier)
+        plan = policy_of(replace(self.scenario, policy=part), self.setup).decide(asked)
+        # A size that the work does not fit into is refused in the run, and so it is here.
+        try:
+            check_fit(self.setup, plan.split, self.limits)
+        except InputError:
+            return split
+        return plan.split
+
+    def beginning(self) -> WorkSketch:
+        """How this draw begins: as many of its trajectories as are admitted before the first step, and not too many."""
+        sketcher, setup = WorkSketcher(max_trajectories=MAX_EARLIER), self.setup
+        number = min((setup.max_policy_lag + 1) * setup.groups_per_batch, MAX_EARLIER // setup.group_size)
+        for group in setup.admitted_groups()[: max(1, number)]:
+            for trajectory in group.trajectories:
+                sketcher.add(facts_of(trajectory), group.task_id, 0)
+        return sketcher.sketch()
 
     def play(
         self, part: PolicyPart, start: Split, setup: SimSetup | None = None, bound: Bound | None = None
@@ -124,11 +156,19 @@ def settings() -> Row:
     return tomllib.loads(SETTINGS.read_text())
 
 
-def part_of(chosen: Row, name: str, policy: str, given: Split) -> tuple[PolicyPart, Split]:
-    """A policy and the split that it begins with; by default the scenario's, and no options."""
-    found = chosen.get("tuned", {}).get(name, {}).get(policy, {})
-    start = _split(found["start"]) if "start" in found else given
-    return PolicyPart(kind=policy, options=found.get("options", {})), start
+def part_of(chosen: Row, case: Case, name: str, policy: str, mode: str) -> tuple[PolicyPart, Split]:
+    """A policy and the split that it begins with; where nothing was tuned no options, and the scenario's split."""
+    found = chosen.get("tuned", {}).get(mode, {}).get(name, {}).get(policy, {})
+    part = PolicyPart(kind=policy, options=found.get("options", {}))
+    if mode == "own":
+        return part, case.own_start(part, Case(name, EARLIER_SEED).beginning())
+    return part, _split(found["start"]) if "start" in found else case.scenario.split
+
+
+def untuned(names: list[str], mode: str) -> list[str]:
+    """Policies that were played as they stand, by scenario."""
+    tuned, known = settings().get("tuned", {}).get(mode, {}), policy_names()
+    return [f"{one} in {name}" for name in names for one in POLICIES if one in known and one not in tuned.get(name, {})]
 
 
 def ablations(chosen: Row) -> dict[str, PolicyPart]:
@@ -138,7 +178,7 @@ def ablations(chosen: Row) -> dict[str, PolicyPart]:
     return {name: part for name, part in rows.items() if part.kind in known}
 
 
-def played_row(case: Case, name: str, label: str, chosen: Row) -> Row:
+def played_row(case: Case, name: str, label: str, chosen: Row, mode: str) -> Row:
     """What came of one row of the table."""
     given = case.scenario.split
     if label == "fixed":
@@ -146,9 +186,9 @@ def played_row(case: Case, name: str, label: str, chosen: Row) -> Row:
     if label == "given":
         part, start = PolicyPart(kind="fixed"), given
     elif label in POLICIES:
-        part, start = part_of(chosen, name, label, given)
+        part, start = part_of(chosen, case, name, label, mode)
     else:
-        part, start = ablations(chosen)[label], part_of(chosen, name, "planner", given)[1]
+        part, start = ablations(chosen)[label], part_of(chosen, case, name, "planner", mode)[1]
     before_s = time.process_time()
     result = case.play(part, start)
     return row(result, start, time.process_time() - before_s)
@@ -199,7 +239,7 @@ def play_scenario(name: str, path: Path, arguments: argparse.Namespace, say: Say
             if label == "oracle":
                 done[label] = oracle_row(case, done, arguments.runs)
             else:
-                done[label] = played_row(case, name, label, chosen)
+                done[label] = played_row(case, name, label, chosen, arguments.start)
             say(f"{name} {seed} {label}: {done[label]['makespan_s']:.1f} s, {time.process_time() - before_s:.1f} s CPU")
             write(path, found)
 
@@ -222,29 +262,34 @@ def write(path: Path, found: dict[str, dict[str, Row]]) -> None:
 # --- tuning -----------------------------------------------------------------------------------------------------------
 
 
-def tune(names: list[str], say: Say) -> None:
-    """Choose for each policy and scenario the split to begin with and the options, on draws of their own.
+def tune(names: list[str], mode: str, say: Say) -> None:
+    """Choose for each policy and scenario the options, and the split to begin with where asked, on draws of their own.
 
-    Each policy may have as many runs as any other: two splits (the scenario's, and the best fixed one of the tuning
-    draw) times at most four candidates in the settings, on every tuning draw. What is chosen already stays: whoever
-    changes a policy or its candidates takes it out of the settings first.
+    Each policy may have as many runs as any other: at most four candidates in the settings, times two splits where they
+    are chosen (the scenario's, and the best fixed one of the tuning draw), on every tuning draw. What is chosen already
+    stays: whoever changes a policy or its candidates takes it out of the settings first.
     """
     known = policy_names()
     for name in names:
-        tuned = settings().get("tuned", {}).get(name, {})
+        tuned = settings().get("tuned", {}).get(mode, {}).get(name, {})
         wanted = [one for one in POLICIES if one in known and one not in tuned]
         if not wanted:
             continue
         cases = [Case(name, seed) for seed in TUNING_SEEDS]
-        fixed = find_fixed_split(cases[0].setup, cases[0].limits, cases[0].seed).split
-        starts = list(dict.fromkeys([cases[0].scenario.split, fixed]))
+        starts: list[Split | None] = [None]
+        if mode == "tuned":
+            fixed = find_fixed_split(cases[0].setup, cases[0].limits, cases[0].seed).split
+            starts = list(dict.fromkeys([cases[0].scenario.split, fixed]))
+        earlier = Case(name, EARLIER_SEED).beginning()
         short = [(case, setup, lower_bound(setup, case.limits)) for case, setup in _shortened(cases)]
         for policy in wanted:
-            best_s, start, options = _best_settings(policy, starts, short)
-            chosen = settings()
-            chosen.setdefault("tuned", {}).setdefault(name, {})[policy] = {"start": _told(start), "options": options}
+            best_s, start, options = _best_settings(policy, starts, short, earlier)
+            chosen, told = settings(), {"options": options}
+            if start is not None:
+                told["start"] = _told(start)
+            chosen.setdefault("tuned", {}).setdefault(mode, {}).setdefault(name, {})[policy] = told
             SETTINGS.write_text(_toml(chosen))
-            say(f"{name} {policy}: {best_s:.1f} s with {_told(start)} {options}")
+            say(f"{name} {policy}: {best_s:.1f} s with {told}")
 
 
 def _shortened(cases: list[Case]) -> list[tuple[Case, SimSetup]]:
@@ -252,14 +297,17 @@ def _shortened(cases: list[Case]) -> list[tuple[Case, SimSetup]]:
 
 
 def _best_settings(
-    policy: str, starts: list[Split], short: list[tuple[Case, SimSetup, Bound]]
-) -> tuple[float, Split, Row]:
-    """The mean makespan, the split to begin with and the options, of the best of all."""
-    tried = list[tuple[float, Split, Row]]()
+    policy: str, starts: list[Split | None], short: list[tuple[Case, SimSetup, Bound]], earlier: WorkSketch
+) -> tuple[float, Split | None, Row]:
+    """The mean makespan, the split to begin with (None: its own) and the options, of the best of all."""
+    tried = list[tuple[float, Split | None, Row]]()
     for start in starts:
         for options in settings()["candidates"][policy]:
             part = PolicyPart(kind=policy, options=options)
-            runs = [case.play(part, start, setup, bound).makespan_s for case, setup, bound in short]
+            runs = [
+                case.play(part, start or case.own_start(part, earlier), setup, bound).makespan_s
+                for case, setup, bound in short
+            ]
             tried.append((sum(runs) / len(runs), start, options))
     return min(tried, key=lambda one: one[0])
 
@@ -268,10 +316,11 @@ def _toml(chosen: Row) -> str:
     """The settings as they are read."""
     head = SETTINGS.read_text().split("\n[tuned", 1)[0].rstrip() + "\n"
     lines = [head]
-    for name, policies in sorted(chosen["tuned"].items()):
-        lines += [f"[tuned.{name}]"]
-        lines += [f"{policy} = {_inline(policies[policy])}" for policy in POLICIES if policy in policies]
-        lines.append("")
+    for mode, scenarios in sorted(chosen["tuned"].items()):
+        for name, policies in sorted(scenarios.items()):
+            lines += [f"[tuned.{mode}.{name}]"]
+            lines += [f"{policy} = {_inline(policies[policy])}" for policy in POLICIES if policy in policies]
+            lines.append("")
     return "\n".join(lines)
 
 
@@ -303,6 +352,7 @@ def main() -> int:
     parser.add_argument("--report", action="store_true", help="play nothing")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a floor of floors.toml is missed")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="write the tables between its marks")
+    parser.add_argument("--start", choices=("own", "tuned"), default="own", help="what policies begin with (own)")
     parser.add_argument("--tune", action="store_true", help="choose the settings anew, on draws of their own")
     parser.add_argument("--quick", action="store_true", help="two small scenarios, two draws, no oracle")
     parser.add_argument("--seeds", type=int, default=10, metavar="N", help="draws of the work (10)")
@@ -314,7 +364,7 @@ def main() -> int:
     if arguments.quick:
         names, arguments.seeds, arguments.oracle_seeds = arguments.names or list(QUICK), 2, 0
     if arguments.tune:
-        tune(names, lambda line: print(line, flush=True))
+        tune(names, arguments.start, lambda line: print(line, flush=True))
         return 0
     if arguments.results is None and not arguments.quick:
         parser.error("--results DIR must say where results are kept")
@@ -332,6 +382,9 @@ def report(names: list[str], directory: Path, arguments: argparse.Namespace) -> 
     if not found:
         raise SystemExit(f"--results must be a directory with results of {', '.join(names)}, got {directory}")
     text = tables(found, POLICIES, list(ablations(settings())))
+    bare = untuned(list(found), arguments.start)
+    if bare:
+        text += f"\n\nNot tuned, as they stand: {', '.join(bare)}."
     print(text)
     floors = tomllib.loads(FLOORS.read_text())["allocation"]
     verdicts: list[Verdict] = figures(found, floors, POLICIES, names, kinds_of(names))

@@ -36,7 +36,6 @@ class LibraPolicy:
     """Plans every ``plan_interval_steps`` optimizer steps.
 
     Args:
-        warmup_steps: before so many steps nothing is planned.
         min_history: trajectories that must have ended.
         min_gain_frac: what a new plan must save of the period.
         sizes: tensor-parallel sizes of instances.
@@ -46,7 +45,6 @@ class LibraPolicy:
         self,
         cluster: ClusterModel,
         plan_interval_steps: int = 2,
-        warmup_steps: int = 1,
         min_history: int = 16,
         min_gain_frac: float = 0.05,
         sizes: Sequence[int] = (1, 2, 4, 8),
@@ -56,7 +54,7 @@ class LibraPolicy:
                 raise InputError(f"{field} must be >= 1, got {value}")
         if not 0.0 <= min_gain_frac < 1.0:
             raise InputError(f"min_gain_frac must be >= 0 and below 1, got {min_gain_frac}")
-        self._cluster, self._interval_steps, self._warmup_steps = cluster, plan_interval_steps, warmup_steps
+        self._cluster, self._interval_steps = cluster, plan_interval_steps
         self._min_history, self._min_gain_frac = min_history, min_gain_frac
         self._costs = _serving_costs(cluster, sizes)
         self._sizes = frozenset(sizes)
@@ -64,7 +62,7 @@ class LibraPolicy:
     def decide(self, snapshot: Snapshot) -> Plan:
         """See :class:`steelyard.allocation.snapshot.Policy`."""
         kept, work = snapshot.split, snapshot.work
-        if snapshot.step < self._warmup_steps or snapshot.step % self._interval_steps:
+        if snapshot.step % self._interval_steps:
             return Plan(split=kept, reason=f"plans every {self._interval_steps} steps", is_due=False)
         if work is None or sum(len(group.members) for group in work.groups) < self._min_history:
             return Plan(split=kept, reason=f"fewer than {self._min_history} trajectories have ended")

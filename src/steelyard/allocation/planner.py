@@ -246,9 +246,10 @@ class PlannerPolicy:
             return None
         price = price_of(rates, snapshot.split, wanted, snapshot.switch_s)
         choice = _Choice(split=wanted, period_s=after_s, price=price)
-        if choice.worth_s(before_s, self._options.horizon_steps, self._options.margin) < 0.0:
-            return None
         gain = 1.0 - after_s / before_s
+        worth_s = choice.worth_s(before_s, self._options.horizon_steps, self._options.margin)
+        if worth_s <= 0.0 or gain < self._options.min_gain_frac / 2:
+            return None
         return Plan(split=wanted, reason=f"feedback: {words} of a period", gain_frac=gain)
 
 
@@ -271,9 +272,8 @@ def _change(snapshot: Snapshot, choice: _Choice, now: str, stay_s: float) -> Pla
 
 def words_of(split: Split) -> str:
     """A split for people: ``rollout 4 x tp 8 + 1 x tp 4, train 12``."""
-    pool = " + ".join(f"{size.count} x tp {size.tp}" for size in split.sizes) or "none"
     reward = f", reward {split.reward}" if split.reward else ""
-    return f"rollout {pool}, train {split.train}{reward}"
+    return f"rollout {split.pool}, train {split.train}{reward}"
 
 
 def _expected_s(split: Split, points: Sequence[ForecastPoint], models: Sequence[StageRates]) -> float | None:

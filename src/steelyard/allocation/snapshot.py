@@ -59,6 +59,11 @@ class Split(Record, frozen=True, kw_only=True):
         """Rollout replicas."""
         return sum(size.count for size in self.sizes)
 
+    @property
+    def pool(self) -> str:
+        """The replicas for people: ``4 x tp 8 + 1 x tp 4``."""
+        return " + ".join(f"{size.count} x tp {size.tp}" for size in self.sizes) or "none"
+
     def of(self, role: Role) -> int:
         """Devices in ``role``."""
         return {Role.ROLLOUT: self.rollout, Role.TRAIN: self.train, Role.REWARD: self.reward}[role]
@@ -246,10 +251,15 @@ class Plan(Record, frozen=True, kw_only=True):
     is_due: bool = True
 
     def log_line(self, snapshot: Snapshot) -> str:
-        """``step=15 rollout_queue=6 train_backlog=9 => adjust rollout=3 train=5``, or ``=> keep ...``."""
+        """``step=15 rollout_queue=6 train_backlog=9 => adjust rollout=3 train=5``, or ``=> keep ...``.
+
+        Where the sizes of replicas change it ends with the pool: ``(4 x tp 8 + 1 x tp 4)``.
+        """
         verb = "keep" if self.split == snapshot.split else "adjust"
+        before, after = ({size.tp for size in split.sizes} for split in (snapshot.split, self.split))
+        pool = f" ({self.split.pool})" if before != after else ""
         queues = f"rollout_queue={snapshot.rollout_queue} train_backlog={snapshot.train_backlog}"
-        return f"step={snapshot.step} {queues} => {verb} rollout={self.split.rollout} train={self.split.train}"
+        return f"step={snapshot.step} {queues} => {verb} rollout={self.split.rollout} train={self.split.train}{pool}"
 
 
 class Policy(Protocol):

@@ -54,7 +54,7 @@ class Stage(Protocol):
 
     def leave(self, num_devices: int, size: int, on_gone: Callable[[int], None], *, is_last: bool = False) -> None:
         """Let go of so many in units of ``size`` once their work is done; ``on_gone`` is called with how many have
-        gone, in parts. ``is_last``: nobody else does the role's work until others join, so it waits."""
+        gone, in parts. ``is_last``: nobody stays to do the role's work, so it waits until others join."""
         ...
 
     def die(self, num_devices: int, rng: Random) -> dict[int, Deaths]:
@@ -226,20 +226,29 @@ class DeviceMoves:
         return sorted(found, key=lambda unit: (order.index(unit.role), -unit.size))
 
     def _may_go(self, unit: Unit) -> int:
-        """Devices of a kind that may leave now: a pool that changes its sizes keeps half of its devices at work."""
-        sizes = {one.size for one in self._known_units() if one.role is unit.role}
-        if len(sizes) == 1:
+        """Devices of a kind that may leave now: a pool that changes its sizes keeps half of its devices at work, save
+        those without which none of its new units can be made: they would stand idle one after the other."""
+        units = self._known_units()
+        if sum(one.role is unit.role for one in units) == 1:
             return self._staying(unit)
-        staying = sum(self._staying(Unit(unit.role, size)) for size in sizes)
-        spare = staying - -(-_devices(self._wanted, unit.role) // 2)
-        return max(0, spare // unit.size * unit.size)
+        staying = self._staying_in(unit.role)
+        spare = (staying - -(-_devices(self._wanted, unit.role) // 2)) // unit.size
+        needed = -(-self._needed(unit.role, units) // unit.size)
+        return max(0, spare, needed) * unit.size
+
+    def _needed(self, role: Role, units: list[Unit]) -> int:
+        """Devices that a role must let go of itself for the smallest unit that it lacks."""
+        lacking = [one.size for one in units if one.role is role and self._surplus(one) < 0]
+        if not lacking or any(number for one, number in self._arriving.items() if one.role is role):
+            return 0
+        elsewhere = sum(self._surplus(one) for one in units if one.role is not role)
+        return min(lacking) - elsewhere - self._free - sum(self._leaving.values())
 
     def _make_way(self, units: list[Unit]) -> None:
         """What is too large to leave within half of its pool leaves all the same where nothing else can happen."""
         for unit in units:
             if self._surplus(unit) > 0 and self._staying(unit) > 0:
-                staying = sum(self._staying(one) for one in units if one.role is unit.role)
-                self._release(unit, unit.size, is_last=staying == unit.size)
+                self._release(unit, unit.size)
                 return
 
     def _possible(self, hit: Role | None) -> dict[Unit, int]:
@@ -266,7 +275,9 @@ class DeviceMoves:
             wanted[chosen] -= chosen.size
         return wanted
 
-    def _release(self, unit: Unit, number: int, *, is_last: bool = False) -> None:
+    def _release(self, unit: Unit, number: int) -> None:
+        is_coming = any(count for one, count in self._arriving.items() if one.role is unit.role)
+        is_last = self._staying_in(unit.role) == number and not is_coming and _devices(self._wanted, unit.role) > 0
         self._leaving[unit] = self._leaving.get(unit, 0) + number
 
         def gone(num_gone: int) -> None:
@@ -300,6 +311,9 @@ class DeviceMoves:
 
     def _staying(self, unit: Unit) -> int:
         return self._stages[unit.role].devices_by_size().get(unit.size, 0) - self._leaving.get(unit, 0)
+
+    def _staying_in(self, role: Role) -> int:
+        return sum(self._staying(Unit(role, size)) for size in self._stages[role].devices_by_size())
 
     def _least(self, role: Role) -> int:
         limits = self._limits

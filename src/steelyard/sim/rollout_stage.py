@@ -162,8 +162,18 @@ class RolloutStage:
         staying = [one for one in self._served.values() if one.on_gone is None and one.replica.cost.tp == size]
         staying.sort(key=lambda served: (served.state.num_open, served.replica.name))
         for served in staying[: num_devices // size]:
-            served.on_gone, served.is_last = on_gone, is_last
+            served.on_gone = on_gone
             served.state.now_drains(True)
+            self._end_if_drained(served)
+        if is_last:
+            self._close()
+
+    def _close(self) -> None:
+        """Nobody stays: who is leaving ends its open calls and begins none, for no other could take its attempts."""
+        leaving = [served for served in self._served.values() if served.on_gone is not None]
+        for served in leaving:
+            served.is_last = True
+        for served in leaving:
             self._end_if_drained(served)
 
     def die(self, num_devices: int, rng: Random) -> dict[int, Deaths]:

@@ -94,6 +94,25 @@ def test_a_pool_that_changes_all_its_sizes_keeps_half_of_it_at_work() -> None:
     assert simulation.snapshot().split == pool(2, 2, 2, 2, 2, 2)
 
 
+def test_small_replicas_make_way_for_a_large_one_all_at_once_and_not_one_after_the_other() -> None:
+    small, large = pool(*[1] * 8, train=8), pool(8, train=8)
+    policy = Follows(large)
+    simulation, result = run(setup(num_steps=6), small, policy)
+    assert simulation.snapshot().split == large
+    assert simulation.coordinator_state.prompts.trained == 12
+    asked_s = policy.seen[0].at_s
+    longest_call_s = 2.0
+    after = [sample for sample in result.timeline if sample.at_s > asked_s + longest_call_s]
+    assert after and all((sample.rollout, sample.moving) == (8, 0) for sample in after)
+
+
+def test_a_decision_names_the_pool_where_its_sizes_change() -> None:
+    _, result = run(setup(), pool(4, 4), Follows(pool(4, 4), pool(4, 2, 2)))
+    lines = [decision.line for decision in result.decisions]
+    assert lines[0].endswith("=> keep rollout=8 train=4")
+    assert lines[1].endswith("=> adjust rollout=8 train=4 (1 x tp 4 + 2 x tp 2)")
+
+
 def test_a_plan_with_a_size_that_cannot_serve_the_work_leaves_the_pool_as_it_was_and_says_why() -> None:
     simulation, result = run(setup(), pool(4, 4), Follows(pool(4, 3)))
     assert simulation.snapshot().split == pool(4, 4)
