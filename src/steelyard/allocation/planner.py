@@ -133,6 +133,11 @@ class PlannerPolicy:
         models = [self._rates(snapshot, work, point) for point in points]
         search = SplitSearch(models[0], snapshot.limits)
         present = snapshot.split
+        if snapshot.step == 0 and self._options.has_planning:
+            # Nothing runs yet, so nothing is lost.
+            best = search.best()
+            words = f"{best.periods.bottleneck} takes longest, {best.periods.period_s:.1f} s a batch"
+            return Plan(split=best.split, reason=f"the best to begin with: {words} with {words_of(best.split)}")
         stay_s = _expected_s(present, points, models)
         if stay_s is None:
             return Plan(split=search.best().split, reason="the split that there is cannot do the work")
@@ -180,6 +185,9 @@ class PlannerPolicy:
     def _seen_frac(self, snapshot: Snapshot, work: WorkSketch) -> float:
         """How much of the work that is admitted at first has been seen to its end: all of it is due after L + 1
         steps."""
+        if snapshot.step == 0:
+            # What is known before a run was seen elsewhere, to its end.
+            return 1.0
         steps = self._model.max_policy_lag + 1
         return min(1.0, snapshot.step / steps, work.num_ended / (steps * self._model.batch_trajectories))
 
@@ -238,9 +246,10 @@ class PlannerPolicy:
             return None
         price = price_of(rates, snapshot.split, wanted, snapshot.switch_s)
         choice = _Choice(split=wanted, period_s=after_s, price=price)
-        if choice.worth_s(before_s, self._options.horizon_steps, self._options.margin) < 0.0:
-            return None
         gain = 1.0 - after_s / before_s
+        worth_s = choice.worth_s(before_s, self._options.horizon_steps, self._options.margin)
+        if worth_s <= 0.0 or gain < self._options.min_gain_frac / 2:
+            return None
         return Plan(split=wanted, reason=f"feedback: {words} of a period", gain_frac=gain)
 
 

@@ -65,6 +65,13 @@ def test_the_best_split_stays() -> None:
         assert "no change pays for itself" in plan.reason
 
 
+def test_before_the_first_step_the_best_split_costs_nothing() -> None:
+    dear = msgspec.structs.replace(snapshot(0), switch_s=1e6)
+    plan = PlannerPolicy(MODEL).decide(dear)
+    assert plan.split == planned()
+    assert plan.reason.startswith("the best to begin with: ")
+
+
 def test_noise_in_the_work_moves_nobody() -> None:
     policy, best = PlannerPolicy(MODEL), planned()
     for step in range(20, 32):
