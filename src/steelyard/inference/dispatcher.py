@@ -328,8 +328,10 @@ class Dispatcher:
         tried, place, first_place = entry.item.tried, entry.place, self._queue.first_place
 
         def is_out(replica_id: str) -> bool:
+            if replica_id == home_id or replica_id in tried:
+                return True
             first = first_place(replica_id)
-            return replica_id == home_id or replica_id in tried or (first is not None and first < place)
+            return first is not None and first < place
 
         return self._index.first_of(able, self._num_looked_at, is_out)
 
@@ -413,15 +415,15 @@ class Dispatcher:
 
     def _protected_tokens(self, ticket: Ticket, state: ReplicaState, own: Home | None, now_s: float) -> int:
         """KV that is kept free for conversations between two calls, without the one that asks; see ``keep_s``."""
-        all_kept = self.homes.kept_tokens(state.replica_id)
-        if own is not None and own.idle_since_s is not None:
-            all_kept -= own.kept_tokens
+        kept = self.homes.kept_on(state.replica_id)
+        is_own_kept = own is not None and own.idle_since_s is not None
+        all_kept = kept.total - own.kept_tokens if own is not None and is_own_kept else kept.total
         used = state.projected_tokens + ticket.need.kv_tokens
         if all_kept <= 0 or state.capacity_tokens is None or not used <= state.capacity_tokens < used + all_kept:
             return all_kept
-        keep_s_a_token = keep_s(state.pace.prefill_s(1, now_s), state.num_open)
-        but = None if own is None or own.idle_since_s is None else ticket.request.sequence_key
-        return self.homes.tokens_worth_keeping(state.replica_id, keep_s_a_token, now_s, but)
+        rate = keep_s(state.pace.prefill_s(1, now_s), state.num_open)
+        worth = kept.worth_keeping(rate, now_s)
+        return worth - kept.worth_keeping_of(ticket.request.sequence_key, rate, now_s) if is_own_kept else worth
 
     def _reserve(self, ticket: Ticket, chosen: Candidate, now_s: float) -> None:
         expected_s = chosen.prefill_s + ticket.need.output_tokens * chosen.token_s

@@ -81,7 +81,7 @@ class Homes:
             home = self._by_sequence[request.sequence_key]
         if home is not None and home.replica_id == replica_id and home.idle_since_s is None:
             home.kept_tokens, home.idle_since_s = kept_tokens, now_s
-            self._kept_on(home.replica_id).add(request.sequence_key, kept_tokens, now_s)
+            self.kept_on(home.replica_id).add(request.sequence_key, kept_tokens, now_s)
             self._on_kept(home.replica_id)
 
     def release(self, attempt_id: str) -> tuple[str, ...]:
@@ -107,17 +107,8 @@ class Homes:
         kept = self._kept.get(replica_id)
         return 0 if kept is None else kept.total
 
-    def tokens_worth_keeping(self, replica_id: str, rate: float, now_s: float, but: str | None) -> int:
-        """KV there of conversations that have been idle for less than ``rate`` seconds a token.
-
-        Args:
-            but: the key of one that is idle there and does not count.
-        """
-        kept = self._kept_on(replica_id)
-        worth = kept.worth_keeping(rate, now_s)
-        return worth if but is None else worth - kept.worth_keeping_of(but, rate, now_s)
-
-    def _kept_on(self, replica_id: str) -> KeptKv:
+    def kept_on(self, replica_id: str) -> KeptKv:
+        """KV of the conversations that are between two calls there, by sequence key. Only read it."""
         kept = self._kept.get(replica_id)
         if kept is None:
             kept = self._kept[replica_id] = KeptKv()

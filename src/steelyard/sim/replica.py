@@ -34,14 +34,14 @@ _MEMORY = 0.02
 @dataclass(eq=False, slots=True, kw_only=True)
 class SimCall:
     """One model call. ``prompt_tokens`` is the whole context; ``on_done`` is called when the last token is sampled,
-    ``on_lost`` by whoever evicts it.
+    ``on_lost``, with the number of sampled tokens, by whoever evicts it.
     """
 
     attempt_id: str
     prompt_tokens: int
     new_tokens: int
     on_done: Callable[[], None]
-    on_lost: Callable[[], None] | None = None
+    on_lost: Callable[[int], None] | None = None
     num_sampled: int = 0
     to_prefill: int = 0
     started: int = 0

@@ -199,7 +199,7 @@ class RolloutStage:
         self._remove(served, "failed")
         for call in calls:
             if call.on_lost is not None:
-                call.on_lost()
+                call.on_lost(call.num_sampled)
 
     def update(self, version: int, size: int, pause_s: float, on_first: Callable[[], None]) -> None:
         """Have every replica of ``size`` go over to ``version`` in place. ``on_first``: called when the first has."""
@@ -305,6 +305,8 @@ class RolloutStage:
         def done() -> None:
             result = self._result(ticket, served, turn.generated_tokens, cached, started_s)
             self._dispatcher.finish(ticket, placed.replica_id, result, self._kernel.now_s())
+            # It names its place in the queue, which names it: only a search of the whole heap would free the two.
+            ticket.entry = None
             attempt.num_tokens += turn.generated_tokens
             attempt.oldest = attempt.oldest if attempt.turn else version
             attempt.newest = max(attempt.newest, served.version)
@@ -312,9 +314,9 @@ class RolloutStage:
             self._end_if_drained(served)
             self.dispatch_soon()
 
-        def lost() -> None:
+        def lost(num_sampled: int) -> None:
             self._dispatcher.finish(ticket, placed.replica_id, None, self._kernel.now_s())
-            attempt.num_tokens += call.num_sampled
+            attempt.num_tokens += num_sampled
             self._lose(attempt, "replica_failed")
 
         call = SimCall(
