@@ -415,7 +415,7 @@ def local_config(model_dir: Path, *, is_quick: bool) -> Config:
 
 
 def vllm_config(model_dir: Path, python: str) -> Config:
-    """8 at a time, contexts of 448 tokens: a real model on one core takes a second for 200 tokens of prompts."""
+    """8 at a time, contexts of 448 tokens: prompts of a real model take a core long."""
     return config_file.load(
         None,
         [
