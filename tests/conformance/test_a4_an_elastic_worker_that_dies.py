@@ -8,10 +8,13 @@ import asyncio
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from steelyard.assembly.batch import encode_step_batch
+from steelyard.errors import ProcessDied
 from steelyard.processes.channel import Client
 from steelyard.processes.faults import FaultPlan
-from steelyard.testing.elastic_rig import ElasticRig, elastic_rig
+from steelyard.testing.elastic_rig import PATIENT, ElasticRig, elastic_rig
 from steelyard.testing.tiny_model import write_tiny_model
 from steelyard.testing.training_data import random_step_batch
 from steelyard.trainer.client import TrainerClient
@@ -28,7 +31,7 @@ async def one_step(rig: ElasticRig, doomed: bool) -> tuple[str, int]:
         fault = FaultPlan(process="doomed", point="micro_batch", occurrence=2)
         await client.attach("doomed", await rig.start_helper("doomed", fault))
         await rig.ready("doomed")
-    data, digest = encode_step_batch(random_step_batch(0, num_samples=48, micro_batch_tokens=256))
+    data, digest = encode_step_batch(random_step_batch(0, num_samples=48, micro_batch_tokens=64))
     (rig.root / "batch").write_bytes(data)
     request = TrainRequest(path=str(rig.root / "batch"), digest=digest, step=0, version=1)
     report = await client.train_step(request)
@@ -36,7 +39,9 @@ async def one_step(rig: ElasticRig, doomed: bool) -> tuple[str, int]:
     await connection.close()
     await server.close()
     if doomed:
-        assert not state.helpers and not rig.helpers["doomed"].is_alive
+        assert not state.helpers
+        with pytest.raises(ProcessDied, match="signal 9"):
+            await rig.helpers["doomed"].watch()
     return state.weights_digest, report.num_units_leased_again
 
 
@@ -44,7 +49,7 @@ def test_a_worker_killed_in_mid_gradient_costs_one_lease_and_not_the_step(tmp_pa
     model_dir = write_tiny_model(tmp_path / "model")
 
     async def main(root: Path, doomed: bool) -> tuple[str, int]:
-        async with asyncio.timeout(100), elastic_rig(root, model_dir) as rig:
+        async with asyncio.timeout(100), elastic_rig(root, model_dir, PATIENT) as rig:
             return await one_step(rig, doomed)
 
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="sy-") as short:

@@ -28,13 +28,21 @@ from steelyard.trainer.elastic_records import (
 from steelyard.trainer.elastic_socket import SocketHelper
 from steelyard.trainer.elastic_worker import ElasticWorker
 from steelyard.trainer.model import load_model
-from steelyard.trainer.records import CheckpointRequest, OptimizerSettings, TrainerSettings, TrainRequest
+from steelyard.trainer.records import (
+    CheckpointRequest,
+    ElasticSettings,
+    OptimizerSettings,
+    TrainerSettings,
+    TrainRequest,
+)
 from steelyard.trainer.trainer import Trainer
 from steelyard.trainer.units import LeaseUnit
 from steelyard.types import StepBatch, StepReport
 from steelyard.weights.publisher import VersionPublisher
 
 START_DEADLINE_S = 60.0
+PATIENT = ElasticSettings(straggler_factor=1e9)
+"""Nobody is overtaken, however busy the machine is: a helper that was given a unit delivers it, or is gone."""
 
 
 class InlineHelper:
@@ -134,14 +142,15 @@ class ElasticRig:
 
 
 @asynccontextmanager
-async def elastic_rig(
-    root: Path, model_dir: Path, settings: TrainerSettings | None = None
-) -> AsyncIterator[ElasticRig]:
+async def elastic_rig(root: Path, model_dir: Path, elastic: ElasticSettings | None = None) -> AsyncIterator[ElasticRig]:
     """A trainer in this process, and no helper yet. ``root`` must be a short path: sockets are made in it."""
     for name in ("weights", "checkpoints"):
         (root / name).mkdir(parents=True, exist_ok=True)
-    settings = settings or TrainerSettings(
-        checkpoints_dir=str(root / "checkpoints"), optimizer=OptimizerSettings(learning_rate=1e-3), keep_checkpoints=100
+    settings = TrainerSettings(
+        checkpoints_dir=str(root / "checkpoints"),
+        optimizer=OptimizerSettings(learning_rate=1e-3),
+        keep_checkpoints=100,
+        elastic=elastic or ElasticSettings(),
     )
     trainer = await Trainer.open(settings, VersionPublisher(root / "weights", model_dir, 1e-4), model_dir=model_dir)
     rig = ElasticRig(root, model_dir, trainer)

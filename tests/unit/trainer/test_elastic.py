@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from steelyard.errors import IntegrityError, Refused, RemoteFailed
-from steelyard.testing.elastic_rig import ElasticRig, InlineHelper, elastic_rig, moved_apart
+from steelyard.testing.elastic_rig import PATIENT, ElasticRig, InlineHelper, elastic_rig, moved_apart
 from steelyard.testing.tiny_model import write_tiny_model
 from steelyard.testing.training_data import random_step_batch
 from steelyard.trainer.elastic_records import ComputeRequest, ProveRequest, PullRequest, UnitDone, WeightProof
@@ -42,7 +42,7 @@ def five_steps(plot: Plot) -> tuple[torch.Tensor, torch.Tensor, list[StepReport]
     """Weights before and after, and reports."""
 
     async def main(root: Path) -> tuple[torch.Tensor, torch.Tensor, list[StepReport]]:
-        async with asyncio.timeout(60), elastic_rig(root, model_dir()) as rig:
+        async with asyncio.timeout(60), elastic_rig(root, model_dir(), PATIENT) as rig:
             start, reports = await rig.weights(), []
             for step in range(NUM_STEPS):
                 await plot(rig, step)
