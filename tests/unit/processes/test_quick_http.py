@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+import uvloop
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,7 +69,8 @@ def talk(conversation: Talk, desk: Desk) -> None:
         finally:
             await desk.port.stop()
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as in a run
+        runner.run(main())
 
 
 def request(body: bytes, path: str = "/a", more: str = "", length: int | None = None) -> bytes:
