@@ -349,7 +349,7 @@ class Dispatcher:
         return not pays(least_s, done_in_s(need, at_home))
 
     def _without_replica(self, ticket: Ticket, now_s: float) -> Unservable | None:
-        holders = [one for one in self.replicas.values() if one.can_sample(ticket.request)]
+        holders = [one for one in self.replicas.values() if one.may_come_to_sample(ticket.request)]
         if ticket.unserved_since_s is None:
             ticket.unserved_since_s = now_s
         if holders and not ticket.tried and now_s - ticket.unserved_since_s < self._recovery_wait_s:
