@@ -158,7 +158,7 @@ def apply_action(observed: Observed, action: Action) -> Observed:
 def sizes_of(wanted: Split, role: Role) -> list[int]:
     """Sizes of the groups that a split wants in a role, largest first."""
     if role is Role.ROLLOUT:
-        return [wanted.rollout_tp] * (wanted.rollout // wanted.rollout_tp)
+        return [group.tp for group in wanted.sizes for _ in range(group.count)]
     return [1] * wanted.of(role)
 
 
