@@ -52,7 +52,7 @@ class PlannerOptions(Record, frozen=True, kw_only=True):
 
     horizon_steps: int = 10
     margin: float = 1.5
-    min_gain_frac: float = 0.08
+    min_gain_frac: float = 0.15
     forecast_steps: float = 2.0
     half_life_steps: float = 2.0
     has_planning: bool = True
