@@ -17,9 +17,10 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
+from steelyard.allocation.architecture import check_tp
 from steelyard.allocation.cluster_model import ClusterModel
 from steelyard.allocation.roofline import Roofline
-from steelyard.allocation.serving_cost import ServingCost, StepWork, check_tp
+from steelyard.allocation.serving_cost import ServingCost, StepWork
 from steelyard.allocation.snapshot import Plan, ReplicaSize, Snapshot, Split, split_of
 from steelyard.allocation.train_table import TrainTable
 from steelyard.allocation.training_cost import TrainBatch
@@ -190,7 +191,7 @@ def _serving_costs(cluster: ClusterModel, sizes: Sequence[int]) -> dict[int, Ser
     roofline, found = Roofline(cluster.device, cluster.corrections), dict[int, ServingCost]()
     for tp in range(1, cluster.device.devices_per_node + 1):
         try:
-            check_tp(cluster.architecture, roofline, tp)
+            check_tp(cluster.architecture, tp, roofline.device.devices_per_node)
             found[tp] = ServingCost(cluster.architecture, roofline, tp, cluster.element_bytes)
         except InputError:
             continue

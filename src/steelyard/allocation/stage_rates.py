@@ -32,10 +32,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from steelyard.allocation.architecture import check_tp
 from steelyard.allocation.cluster_model import ClusterModel
 from steelyard.allocation.moving_cost import MovingCost
 from steelyard.allocation.roofline import Roofline
-from steelyard.allocation.serving_cost import ServingCost, StepWork, check_tp
+from steelyard.allocation.serving_cost import ServingCost, StepWork
 from steelyard.allocation.snapshot import Split
 from steelyard.allocation.train_table import TrainTable
 from steelyard.allocation.work_estimate import WorkEstimate, whole_tokens
@@ -162,7 +163,7 @@ class StageRates:
         longest = max(self.work.longest_context_tokens, float(model.longest_context_tokens))
         for tp in range(1, min(self.num_devices, model.device.devices_per_node) + 1):
             try:
-                check_tp(model.architecture, self._roofline, tp)
+                check_tp(model.architecture, tp, self._roofline.device.devices_per_node)
                 cost = ServingCost(model.architecture, self._roofline, tp, model.element_bytes)
             except InputError as error:
                 reason = str(error)

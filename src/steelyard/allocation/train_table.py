@@ -112,7 +112,7 @@ def _unfitting(
 def _layouts(architecture: Architecture, device: DeviceKind, max_devices: int) -> Ints:
     """Rows of tp, pp, dp, cp, ep, recompute and devices, by devices: all that divide what they must divide."""
     num_experts = architecture.experts.num_experts if architecture.experts else 1
-    tensor = [tp for tp in _SIZES if architecture.num_heads % tp == 0 and tp <= device.devices_per_node]
+    tensor = [tp for tp in _SIZES if architecture.splits_into(tp) and tp <= device.devices_per_node]
     pipeline = [pp for pp in _SIZES if pp <= architecture.num_layers]
     experts = [ep for ep in (_SIZES if architecture.experts else (1,)) if num_experts % ep == 0]
     blocks = list[Ints]()

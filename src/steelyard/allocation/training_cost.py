@@ -8,7 +8,7 @@ micro-batch gathers the parameters of its stage and scatters its gradients. A pi
 
 import math
 
-from steelyard.allocation.architecture import Architecture
+from steelyard.allocation.architecture import Architecture, check_tp
 from steelyard.allocation.roofline import Roofline
 from steelyard.errors import InputError
 from steelyard.types.record import Record
@@ -198,12 +198,7 @@ def _check(architecture: Architecture, roofline: Roofline, layout: TrainLayout) 
     for field in ("tp", "pp", "dp", "cp", "ep", "micro_batch_tokens"):
         if getattr(layout, field) < 1:
             raise InputError(f"{field} must be >= 1, got {getattr(layout, field)}")
-    per_node = roofline.device.devices_per_node
-    if architecture.num_heads % layout.tp or layout.tp > per_node:
-        raise InputError(
-            f"tp must divide the {architecture.num_heads} heads of {architecture.name} and be at most {per_node}, the "
-            f"devices of a node, got {layout.tp}"
-        )
+    check_tp(architecture, layout.tp, roofline.device.devices_per_node)
     if layout.pp > architecture.num_layers:
         raise InputError(f"pp must be at most the {architecture.num_layers} layers, got {layout.pp}")
     num_experts = architecture.experts.num_experts if architecture.experts else 1
