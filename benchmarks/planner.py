@@ -6,6 +6,8 @@ exact     random instances of at most 12 devices that have a plan: the period of
           splits may have the same.
 time      a whole decision, forecast under drift included, at 48, 1,000 and 10,000 devices, dense and of experts,
           batch in proportion, after 2,000 and after 200,000 trajectories. Processor time, the median of several.
+predicted seconds a batch by the planner's model beside the simulator's, for fixed splits of scenarios whose whole work
+          is known. Virtual time: the same on every machine.
 
 python benchmarks/planner.py            1,000 instances
 python benchmarks/planner.py --check    the same; exit code 1 where a floor of floors.toml is missed
@@ -21,17 +23,23 @@ import tomllib
 from pathlib import Path
 from random import Random
 
+import yaml
+
 from steelyard.allocation.cluster_model import ClusterModel
 from steelyard.allocation.devices import device_kind
 from steelyard.allocation.planner import PlannerPolicy
+from steelyard.allocation.policies import FixedPolicy
 from steelyard.allocation.snapshot import Limits, Snapshot, Split, StageTimes
 from steelyard.allocation.split_search import SplitSearch
 from steelyard.allocation.stage_rates import StageRates
 from steelyard.allocation.synthetic import LengthSpec, SyntheticSpec, draw_workload
 from steelyard.allocation.work_estimate import WorkEstimate
-from steelyard.allocation.work_sketch import WorkSketch, WorkSketcher, facts_of
+from steelyard.allocation.work_sketch import GroupFacts, WorkSketch, WorkSketcher, facts_of
+from steelyard.cli.simulation_input import setup_of
 from steelyard.errors import InputError
-from steelyard.sim.scenario import KNOWN_MODELS
+from steelyard.sim.scenario import KNOWN_MODELS, make_limits, read_scenario
+from steelyard.sim.setup import cluster_model
+from steelyard.sim.simulation import Simulation
 from steelyard.testing.exhaustive_plan import ExhaustivePlan, PlanInstance, random_instance
 
 FLOORS: dict[str, float] = tomllib.loads((Path(__file__).parent / "floors.toml").read_text())["planner"]
@@ -39,6 +47,14 @@ DEVICES = (48, 1_000, 10_000)
 MODELS = ("qwen2.5-14b", "qwen3-30b-a3b")
 HISTORIES = (2_000, 200_000)
 EQUAL = 1e-9
+SCENARIOS = Path(__file__).parents[1] / "examples" / "scenarios"
+PREDICTED = {
+    "swe48": ((4, 8, 16, 0), (8, 4, 16, 0), (3, 8, 24, 0), (16, 2, 16, 0)),
+    "drift": ((2, 4, 8, 0), (3, 4, 4, 0), (4, 2, 8, 0), (6, 2, 4, 0), (8, 1, 8, 0)),
+    "reward_model": ((2, 4, 13, 3), (3, 4, 8, 4), (12, 1, 8, 4)),
+    "math_single_turn": ((2, 4, 8, 0), (12, 1, 4, 0)),
+}
+"""Replicas, their size, devices that train and that score."""
 
 
 def planned_period_s(instance: PlanInstance) -> float | None:
@@ -147,6 +163,26 @@ def show_times(num_decisions: int) -> dict[str, float]:
     return {f"max_ms_at_{number}": longest[number] for number in DEVICES}
 
 
+def show_predicted(num_scenarios: int) -> None:
+    """A table of what the model says and what the simulator does."""
+    print("| scenario, split | predicted s a batch | simulated |\n|---|---|---|")
+    for name, shapes in list(PREDICTED.items())[-num_scenarios:]:
+        path = SCENARIOS / f"{name}.yaml"
+        scenario = read_scenario(yaml.safe_load(path.read_text()), str(path))
+        setup, limits = setup_of(scenario, SCENARIOS), make_limits(scenario)
+        groups = [
+            GroupFacts(step=0, members=tuple(facts_of(one) for one in group.trajectories))
+            for group in setup.workload.groups
+        ]
+        rates = StageRates(cluster_model(setup), WorkEstimate(groups, setup.group_size), limits.total)
+        for replicas, tp, train, reward in shapes:
+            split = Split(rollout=replicas * tp, train=train, reward=reward, rollout_tp=tp)
+            result = Simulation(setup, split, limits, FixedPolicy(), "fixed").run()
+            words = f"`{name}`, {replicas} x tp {tp}, train {train}" + (f", reward {reward}" if reward else "")
+            predicted_s = rates.periods(split).period_s
+            print(f"| {words} | {predicted_s:.1f} | {result.makespan_s / setup.num_steps:.1f} |", flush=True)
+
+
 def main() -> int:
     """Run, print, and compare with the floors."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -155,6 +191,7 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.getLogger("steelyard").setLevel(logging.ERROR)
     figures = show_times(3 if arguments.quick else 15)
+    show_predicted(1 if arguments.quick else len(PREDICTED))
     figures["max_plans_not_equal"] = show_exact(100 if arguments.quick else 1000)
     missed = [name for name, figure in figures.items() if figure > FLOORS[name]]
     for name, figure in figures.items():
