@@ -14,16 +14,18 @@ import numpy as np
 _FLOAT_TAG = 0xCB
 _ITEM = np.dtype([("tag", "u1"), ("value", ">f8")])
 _DECODER = msgspec.msgpack.Decoder(tuple[float, ...])
+_ZERO = bytes((_FLOAT_TAG, 0, 0, 0, 0, 0, 0, 0, 0))
 
 
 class PackedFloats(Sequence[float]):
     """A tuple of floats in its msgpack form; behaves as the tuple does. Made by :func:`packed`."""
 
-    __slots__ = ("_items", "_raw")
+    __slots__ = ("_are_zero", "_items", "_raw")
 
-    def __init__(self, raw: msgspec.Raw, items: "np.ndarray[Any, np.dtype[np.void]]") -> None:
+    def __init__(self, raw: msgspec.Raw, items: "np.ndarray[Any, np.dtype[np.void]]", *, are_zero: bool) -> None:
         self._raw = raw
         self._items = items
+        self._are_zero = are_zero
 
     @property
     def raw(self) -> msgspec.Raw:
@@ -32,6 +34,8 @@ class PackedFloats(Sequence[float]):
 
     def are_log_masses(self) -> bool:
         """Whether all are finite and at most 0."""
+        if self._are_zero:
+            return True
         values = self._items["value"].astype(np.float64)
         # A minimum or maximum of numbers one of which is NaN is NaN, and compares with nothing.
         return not len(values) or bool(values.max() <= 0.0 and values.min() > -np.inf)
@@ -81,8 +85,10 @@ def packed(raw: msgspec.Raw) -> tuple[float, ...]:
         num_head, num_items = 5, int.from_bytes(data[1:5], "big")
     if (first in (0xDC, 0xDD) or first >> 4 == 0x9) and len(data) == num_head + _ITEM.itemsize * num_items:
         items = np.frombuffer(data, _ITEM, num_items, num_head)
-        if bool((items["tag"] == _FLOAT_TAG).all()):
-            return cast(tuple[float, ...], PackedFloats(raw, items))
+        # Without top_p and top_k every kept mass is 1, its logarithm 0: comparing bytes is many times as fast.
+        are_zero = data[num_head : num_head + len(_ZERO)] == _ZERO and bytes(data[num_head:]) == _ZERO * num_items
+        if are_zero or bool((items["tag"] == _FLOAT_TAG).all()):
+            return cast(tuple[float, ...], PackedFloats(raw, items, are_zero=are_zero))
     return _DECODER.decode(raw)
 
 

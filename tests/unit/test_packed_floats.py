@@ -62,3 +62,20 @@ def test_what_is_no_row_of_numbers_is_refused(value: object) -> None:
 def test_other_types_are_still_refused_by_the_encoder() -> None:
     with pytest.raises(NotImplementedError, match="type object"):
         ENCODE(object())
+
+
+@pytest.mark.parametrize(
+    ("values", "are_masses"),
+    [
+        ((0.0,) * 40, True),
+        ((-0.0,) * 3, True),
+        ((0.0, -1.5), True),
+        ((0.0, 0.0, math.nan), False),
+        ((0.0, 1e-300), False),
+        ((0.0, -math.inf), False),
+    ],
+)
+def test_rows_that_begin_with_zeros_are_looked_at_to_their_end(values: tuple[float, ...], are_masses: bool) -> None:
+    found = packed(msgspec.Raw(msgspec.msgpack.encode(values)))
+    assert isinstance(found, PackedFloats)
+    assert found.are_log_masses() == are_masses
