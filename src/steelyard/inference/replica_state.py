@@ -39,6 +39,7 @@ class ReplicaState:
         self.is_draining = False
         self.capacity_tokens: int | None = None
         self.projected_tokens = 0
+        self.num_open = 0
         self._watcher: Callable[[str], None] = _nobody
         self.last_error = ""
         self.pace = Pace(fleet)
@@ -48,11 +49,6 @@ class ReplicaState:
     def watch(self, watcher: Callable[[str], None]) -> None:
         """Have ``watcher`` called with the replica's id at every change, before ``on_change``."""
         self._watcher = watcher
-
-    @property
-    def num_open(self) -> int:
-        """Requests that are open here."""
-        return len(self._open)
 
     def serves(self, request_id: str) -> bool:
         """Whether a request is open here."""
@@ -102,14 +98,16 @@ class ReplicaState:
 
     def reserve(self, request_id: str, kv_tokens: int, ends_at_s: float) -> None:
         """Set KV aside for a request that goes here now."""
-        self._open[request_id] = Reservation(kv_tokens, ends_at_s, len(self._open))
+        self._open[request_id] = Reservation(kv_tokens, ends_at_s, self.num_open)
+        self.num_open = len(self._open)
         self.projected_tokens += kv_tokens
         self._watcher(self.replica_id)
 
     def free(self, request_id: str) -> float:
         """The request has ended; how many were open beside it and with it, on the mean of begin and end."""
-        num_open = len(self._open)
+        num_open = self.num_open
         reservation = self._open.pop(request_id)
+        self.num_open = len(self._open)
         self.projected_tokens -= reservation.kv_tokens
         self._watcher(self.replica_id)
         return (reservation.num_open_before + 1 + num_open) / 2
