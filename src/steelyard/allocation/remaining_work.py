@@ -3,13 +3,14 @@
 One amount (sampled tokens, turns, seconds in tools) is looked at through several *views*. A view is a chain of keys,
 from general to specific, and a scale. For every key it keeps what was left, over the scale, in the last trajectories of
 that key. Its quantiles are those of the most specific key, drawn towards those of the key before it where few were
-seen: of ``n`` values and ``m`` = ``_SUPPORT`` they count ``n / (n + m)``. In logarithms, for what is left spans decades.
+seen: of ``n`` values and ``m`` = ``_SUPPORT`` they count ``n / (n + m)``. All in logarithms.
 
 Which view is right is left to the data. For each kind of situation every view keeps its decaying mean quantile loss
-(pinball), each value judged before it was learnt, and the views' quantiles are averaged with weights ``loss ** -_ZEAL``.
-The loss is convex: an average is never worse than its parts are on average. Averages of monotone quantiles are monotone.
+(pinball, in logarithms too), each value judged before it was learnt, and the views' quantiles are averaged with weights
+``loss ** -_ZEAL``. The loss is convex: an average is never worse than its parts are on average. Averages of monotone
+quantiles are monotone.
 
-A lookup takes microseconds: what a view says of a key is kept until enough new values have come.
+A look-up takes microseconds: what a view says of a key is kept until enough new values have come.
 """
 
 import bisect
@@ -26,7 +27,7 @@ LEVELS = (0.1, 0.25, 0.5, 0.75, 0.9)
 MAX_KEYS = 4096
 """Keys of one amount, over all views; the one that was not learnt from for longest goes first."""
 
-_WINDOW = 256
+_WINDOW = 1024
 """Values kept a key: those before have decayed."""
 _SUPPORT = 12.0
 _ZEAL = 16.0
@@ -36,9 +37,13 @@ _RENEWED_FRAC = 0.05
 _RENEWED_AT_MOST = 256
 """What is known of a key is made anew once so many values have come, or a share of all."""
 _KNOWN_A_KEY = 4
-_MAX_POINTS = 32
-"""Of one trajectory that are learnt from: more of a long one say little more."""
+_DENSE_TURNS = 16
+_POINTS_AN_OCTAVE = 8
+"""Turns of a trajectory that are learnt from: all at first, then so many from each to twice it. Which they are must not
+depend on how long it became: else at each turn the long would be too few among the learnt.
+"""
 _LAST_RESULTS = 2
+_TINY = 1e-9
 
 Quantiles = tuple[float, ...]
 """One value for each of :data:`LEVELS`, not falling."""
@@ -80,7 +85,7 @@ def _sibling_step(seen: Seen) -> int:
 
 def _way_gone(seen: Seen) -> int:
     """How far the trajectory is on the way that its siblings went, in thirds of an octave; 99 without siblings."""
-    if not seen.num_siblings or seen.sibling_mean <= 0.0:
+    if not seen.num_siblings or seen.sibling_mean <= _TINY:
         return 99
     if seen.done <= 0.0:
         return -99
@@ -88,7 +93,7 @@ def _way_gone(seen: Seen) -> int:
 
 
 def _octaves(value: float, parts: float) -> int:
-    return round(parts * math.log2(value)) if value > 0.0 else -98
+    return round(parts * math.log2(value)) if value > _TINY else -98
 
 
 def _as_it_is(_: Seen) -> float:
@@ -96,11 +101,11 @@ def _as_it_is(_: Seen) -> float:
 
 
 def _done_a_turn(seen: Seen) -> float:
-    return math.log(seen.done / seen.turn) if seen.turn and seen.done > 0.0 else 0.0
+    return math.log(max(_TINY, seen.done / seen.turn)) if seen.turn and seen.done > 0.0 else 0.0
 
 
 def _as_siblings(seen: Seen) -> float:
-    return math.log(seen.sibling_mean) if seen.num_siblings and seen.sibling_mean > 0.0 else 0.0
+    return math.log(max(_TINY, seen.sibling_mean)) if seen.num_siblings and seen.sibling_mean > 0.0 else 0.0
 
 
 class View:
@@ -206,9 +211,8 @@ class RemainingAmount:
         return tuple([max(least, exp(value)) for value in logs])
 
     def learn(self, points: Sequence[tuple[Seen, float]]) -> None:
-        """A trajectory has ended: at each of these points so much was left."""
-        step = -(-len(points) // _MAX_POINTS)
-        chosen = [(seen, math.log(max(self._least, left))) for seen, left in points[::step]] if points else []
+        """A trajectory has ended: at each of these points, one a turn from the first on, so much was left."""
+        chosen = [(seen, math.log(max(self._least, left))) for seen, left in points if _is_learnt(seen.turn)]
         if not chosen:
             return
         if self._num_learnt:
@@ -280,6 +284,10 @@ class RemainingAmount:
             pairs = zip(recent.quantiles(), blended, strict=True)
             blended = tuple(trust * own + (1.0 - trust) * general for own, general in pairs)
         return blended
+
+
+def _is_learnt(turn: int) -> bool:
+    return turn < _DENSE_TURNS or turn % ((1 << turn.bit_length() - 1) // _POINTS_AN_OCTAVE) == 0
 
 
 def _situation(seen: Seen) -> _Situation:
