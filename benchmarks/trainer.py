@@ -30,12 +30,11 @@ import torch
 from steelyard.assembly.batch import build_step_batch, encode_step_batch
 from steelyard.testing.tokenizer import chatml_hermes_template
 from steelyard.testing.training_data import make_sample
-from steelyard.trainer.loss import LossSums
 from steelyard.trainer.model import load_model, logits_at
 from steelyard.trainer.quick_policy import new_quick_module
 from steelyard.trainer.quick_recipe import QuickPolicyRecipe, write_quick_tokenizer
 from steelyard.trainer.records import TrainerSettings, TrainRequest
-from steelyard.trainer.step import Rows, StepSums, read_rows
+from steelyard.trainer.step import Rows, read_rows
 from steelyard.trainer.trainer import Trainer
 from steelyard.types import StepBatch, TrainingSample
 from steelyard.weights.publisher import VersionPublisher
@@ -113,9 +112,7 @@ async def one_turn(
     data, digest = encode_step_batch(batch)
     path = directory / "batch"
     path.write_bytes(data)
-    sums = StepSums(loss=LossSums())
-    rows = [read_rows(m, sums, batch.parent_version, skip_zero_advantage=True) for m in batch.micro_batches]
-    parts = [part for part in rows if part is not None]
+    parts = [read_rows(micro_batch, batch.parent_version) for micro_batch in batch.micro_batches]
     started_s = time.perf_counter()
     await trainer.train_step(TrainRequest(path=str(path), digest=digest, step=step, version=step + 1))
     step_s = time.perf_counter() - started_s

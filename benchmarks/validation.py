@@ -10,12 +10,14 @@ call was open x cores that it keeps busy by itself, at least 1). A disturbed run
 runs the one with the largest share counts, whatever its error. That is the whole rule.
 
     python benchmarks/validation.py                      local engine, 3.3M parameters: 12 workloads
-    python benchmarks/validation.py --vllm-python PYTHON --model DIR
-                                                         vLLM on this CPU, too, with the policy in DIR
+    python benchmarks/validation.py --engine vllm --vllm-python PYTHON --model DIR
+                                                         vLLM on this CPU, with the policy in DIR: 6 workloads
+    python benchmarks/validation.py --results FOLDER     keeps the calibration and each run there, and goes on from them
+                                    --begin-for 500      begins nothing new after so many seconds
     python benchmarks/validation.py --check              exit code 1 where an error is above floors.toml
     python benchmarks/validation.py --quick              3 small workloads, a shorter calibration
     python benchmarks/validation.py --docs docs/validation.md
-                                                         writes the tables between the file's marks
+                                                         writes the engine's table between the file's marks
 """
 
 import argparse
@@ -27,12 +29,15 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from steelyard import config_file
-from steelyard.allocation.calibration import Calibration
+from steelyard.allocation.calibration import Calibration, decode_calibration, encode_calibration
 from steelyard.allocation.policies import FixedPolicy
 from steelyard.allocation.snapshot import Limits, Split
 from steelyard.allocation.workload import GroupWork, TrajectoryWork, TurnWork, Workload
@@ -45,11 +50,14 @@ from steelyard.run.scratch import scratch_folder
 from steelyard.sim.setup import SimSetup
 from steelyard.sim.simulation import Simulation
 from steelyard.testing.tiny_model import write_small_model
+from steelyard.types.record import Record
 
+STARTED_S = time.perf_counter()
 FLOORS = Path(__file__).parent / "floors.toml"
 LEAST_SHARE, MAX_REPEATS = 0.85, 3
-NUM_ROUNDS, NUM_QUICK_ROUNDS = 5, 1
-MARKS = ("<!-- tables of benchmarks/validation.py -->", "<!-- end of tables -->")
+NUM_ROUNDS = {"local": 5, "vllm": 2}
+NUM_QUICK_ROUNDS = 1
+MARKS = ("<!-- benchmarks/validation.py: {engine} -->", "<!-- end of {engine} -->")
 Draw = Callable[[random.Random], float]
 
 
@@ -130,7 +138,7 @@ LOCAL_CASES = (
 VLLM_CASES = (
     Case(name="one alone", num=1, answer=always(96)),
     Case(name="8 at once", num=8, answer=always(96)),
-    Case(name="24, a long tail, 16 at a time", num=24, answer=log_uniform(8, 128)),
+    Case(name="24, a long tail, 8 at a time", num=24, answer=log_uniform(8, 128)),
     Case(name="8 long prompts", num=8, first_prompt=always(400), answer=always(32)),
     Case(name="8 episodes, tools of 1 s", num=8, turns=3, answer=always(40), tool_s=always(1.0)),
     Case(
@@ -172,12 +180,12 @@ class OpenCalls:
             self.open_s += time.perf_counter() - self._since_s
 
 
-@dataclass(frozen=True)
-class Real:
-    """One real run: its makespan, and the share of its cores that the replica got."""
+class Real(Record, frozen=True):
+    """A real run: its makespan, the share of its cores that the replica got, and of how many runs it is the one."""
 
     makespan_s: float
     share: float
+    num_runs: int = 1
 
 
 async def run_once(one: OneReplica, calls: Calls, trajectories: tuple[TrajectoryWork, ...], cores: float) -> Real:
@@ -206,14 +214,12 @@ async def run_once(one: OneReplica, calls: Calls, trajectories: tuple[Trajectory
     return Real(took_s, cpu_s / (open_calls.open_s * cores))
 
 
-async def run_for_real(
-    one: OneReplica, calls: Calls, trajectories: tuple[TrajectoryWork, ...], cores: float
-) -> tuple[Real, int]:
-    """The run that counts, and how many there were."""
+async def run_for_real(one: OneReplica, calls: Calls, trajectories: tuple[TrajectoryWork, ...], cores: float) -> Real:
+    """The run that counts."""
     runs = [await run_once(one, calls, trajectories, cores)]
     while runs[-1].share < LEAST_SHARE and len(runs) <= MAX_REPEATS:
         runs.append(await run_once(one, calls, trajectories, cores))
-    return max(runs, key=lambda run: run.share), len(runs)
+    return msgspec.structs.replace(max(runs, key=lambda run: run.share), num_runs=len(runs))
 
 
 # --- in the simulator -----------------------------------------------------------------------------------
@@ -245,6 +251,45 @@ def predict(calibration: Calibration, trajectories: tuple[TrajectoryWork, ...]) 
 
 
 @dataclass(frozen=True)
+class Plan:
+    """How often a burst is measured, and when nothing new is begun any longer (``time.perf_counter``)."""
+
+    num_rounds: int
+    until_s: float
+
+    def check(self) -> None:
+        """Raises SystemExit where the time is over."""
+        if time.perf_counter() >= self.until_s:
+            raise SystemExit("the time to begin anything is over; the same command with --results goes on")
+
+
+class Results:
+    """What has been measured of an engine: kept in a folder where there is one, so that another command goes on."""
+
+    def __init__(self, folder: Path | None, engine: str) -> None:
+        self._calibration_path = folder and folder / f"{engine}.calibration.json"
+        self._runs_path = folder and folder / f"{engine}.runs.json"
+        self.calibration: Calibration | None = None
+        self.runs: dict[str, Real] = {}
+        if self._calibration_path and self._calibration_path.exists():
+            self.calibration = decode_calibration(self._calibration_path.read_bytes(), str(self._calibration_path))
+        if self._runs_path and self._runs_path.exists():
+            self.runs = msgspec.json.decode(self._runs_path.read_bytes(), type=dict[str, Real])
+
+    def keep_calibration(self, found: Calibration) -> None:
+        """It is measured."""
+        self.calibration = found
+        if self._calibration_path:
+            self._calibration_path.write_bytes(encode_calibration(found))
+
+    def keep_run(self, name: str, real: Real) -> None:
+        """A workload has run."""
+        self.runs[name] = real
+        if self._runs_path:
+            self._runs_path.write_bytes(msgspec.json.encode(self.runs))
+
+
+@dataclass(frozen=True)
 class Row:
     """One line of the table."""
 
@@ -252,7 +297,6 @@ class Row:
     num_turns: int
     real: Real
     predicted_s: float
-    num_runs: int
 
     @property
     def error(self) -> float:
@@ -274,32 +318,56 @@ class Found:
         return [abs(row.error) for row in self.rows]
 
 
-async def validate(config: Config, model_dir: Path, cases: tuple[Case, ...], num_rounds: int) -> Found:
-    """Calibrate on one replica, then run everything on another."""
-    model = architecture_of(model_dir)
-    with scratch_folder() as first, scratch_folder() as second, tempfile.TemporaryDirectory() as folder:
-        directories = [RunDirectory(Path(folder) / name) for name in ("calibration", "runs")]
-        for directory in directories:
-            directory.path.mkdir()
-            directory.make_folders()
-        async with opened_replica(config, model_dir, directories[0], first) as one:
-            calibration = await calibrate_serving(one, model, num_rounds, lambda _: None)
-        print_calibration(calibration)
-        async with opened_replica(config, model_dir, directories[1], second) as one:
-            calls = Calls(one, model.vocab_size, seed=1)
-            await run_once(one, calls, WARM_UP.trajectories(config.model.max_context_tokens), 1.0)
-            rows = [await compare(one, calls, calibration, case) for case in cases]
-    return Found(config.inference.engine, calibration, tuple(rows))
+async def validate(config: Config, model_dir: Path, cases: tuple[Case, ...], results: Results, plan: Plan) -> Found:
+    """Calibrate on one replica, then run everything on another; what is there already is not measured again.
+
+    Raises:
+        SystemExit: the time to begin anything is over.
+    """
+    if results.calibration is None:
+        model = architecture_of(model_dir)
+        async with replica(config, model_dir) as one:
+            results.keep_calibration(await calibrate_serving(one, model, plan.num_rounds, say))
+    calibration = results.calibration
+    assert calibration is not None
+    print_calibration(calibration)
+    context = config.model.max_context_tokens
+    if any(case.name not in results.runs for case in cases):
+        plan.check()
+        async with replica(config, model_dir) as one:
+            calls = Calls(one, calibration.model.vocab_size, seed=1)
+            await run_once(one, calls, WARM_UP.trajectories(context), 1.0)
+            for case in cases:
+                if case.name not in results.runs:
+                    plan.check()
+                    cores = max(1.0, calibration.busy_cores)
+                    results.keep_run(case.name, await run_for_real(one, calls, case.trajectories(context), cores))
+                    print(f"  {table_line(row_of(case, calibration, results, context))}", flush=True)
+    return Found(
+        config.inference.engine, calibration, tuple(row_of(one, calibration, results, context) for one in cases)
+    )
 
 
-async def compare(one: OneReplica, calls: Calls, calibration: Calibration, case: Case) -> Row:
-    """One workload, for real and in the simulator."""
-    trajectories = case.trajectories(one.config.model.max_context_tokens)
-    real, num_runs = await run_for_real(one, calls, trajectories, max(1.0, calibration.busy_cores))
+@asynccontextmanager
+async def replica(config: Config, model_dir: Path) -> AsyncIterator[OneReplica]:
+    """One of its own, in folders of its own."""
+    with scratch_folder() as sockets, tempfile.TemporaryDirectory() as folder:
+        directory = RunDirectory(Path(folder))
+        directory.make_folders()
+        async with opened_replica(config, model_dir, directory, sockets) as one:
+            yield one
+
+
+def row_of(case: Case, calibration: Calibration, results: Results, max_context: int) -> Row:
+    """A workload that has run, and what the simulator says of it."""
+    trajectories = case.trajectories(max_context)
     num_turns = sum(len(work.turns) for work in trajectories)
-    row = Row(case.name, num_turns, real, predict(calibration, trajectories), num_runs)
-    print(f"  {table_line(row)}", flush=True)
-    return row
+    return Row(case.name, num_turns, results.runs[case.name], predict(calibration, trajectories))
+
+
+def say(text: str) -> None:
+    """Progress, with the seconds since the process began."""
+    print(f"  {time.perf_counter() - STARTED_S:5.0f} s  {text}", flush=True)
 
 
 def print_calibration(calibration: Calibration) -> None:
@@ -312,7 +380,7 @@ def table_line(row: Row) -> str:
     """As a row of the table in docs."""
     return (
         f"| {row.name} | {row.num_turns} | {row.real.makespan_s:.2f} | {row.predicted_s:.2f} | {row.error:+.1%} | "
-        f"{row.real.share:.2f} | {row.num_runs} |"
+        f"{row.real.share:.2f} | {row.real.num_runs} |"
     )
 
 
@@ -330,12 +398,12 @@ def table(found: Found) -> str:
     return "\n".join(lines)
 
 
-def write_tables(path: Path, text: str) -> None:
-    """Put the tables between the marks of a file."""
-    whole = path.read_text()
-    before, rest = whole.split(MARKS[0])
-    _, after = rest.split(MARKS[1])
-    path.write_text(f"{before}{MARKS[0]}\n\n{text}\n\n{MARKS[1]}{after}")
+def write_table(path: Path, found: Found) -> None:
+    """Put a table between its marks in a file."""
+    begin, end = (mark.format(engine=found.engine) for mark in MARKS)
+    before, rest = path.read_text().split(begin)
+    _, after = rest.split(end)
+    path.write_text(f"{before}{begin}\n\n{table(found)}\n\n{end}{after}")
 
 
 def local_config(model_dir: Path, *, is_quick: bool) -> Config:
@@ -347,63 +415,78 @@ def local_config(model_dir: Path, *, is_quick: bool) -> Config:
 
 
 def vllm_config(model_dir: Path, python: str) -> Config:
-    """16 at a time, contexts of 640 tokens."""
+    """8 at a time, contexts of 448 tokens: prompts of a real model take a core long."""
     return config_file.load(
         None,
         [
             f"model.policy={model_dir}",
-            "model.max_context_tokens=640",
+            "model.max_context_tokens=448",
             "inference.engine=vllm",
             f"inference.vllm.python={python}",
-            "inference.max_running=16",
+            "inference.max_running=8",
             "admission.max_policy_lag=0",
         ],
     )
 
 
-async def run_all(arguments: argparse.Namespace, root: Path) -> list[Found]:
-    """All tables."""
+async def measured(arguments: argparse.Namespace, root: Path) -> Found:
+    """The table of the engine that is asked for."""
+    results = Results(arguments.results, arguments.engine)
+    rounds = NUM_QUICK_ROUNDS if arguments.quick else NUM_ROUNDS[arguments.engine]
+    plan = Plan(rounds, STARTED_S + arguments.begin_for)
+    if arguments.engine == "vllm":
+        config = vllm_config(arguments.model, arguments.vllm_python)
+        return await validate(config, arguments.model, VLLM_CASES, results, plan)
     small = root / "model"
     write_small_model(small)
-    rounds = NUM_QUICK_ROUNDS if arguments.quick else NUM_ROUNDS
     cases = QUICK_CASES if arguments.quick else LOCAL_CASES
-    found = [await validate(local_config(small, is_quick=arguments.quick), small, cases, rounds)]
-    if arguments.vllm_python is not None:
-        config = vllm_config(arguments.model, arguments.vllm_python)
-        found.append(await validate(config, arguments.model, VLLM_CASES, rounds))
-    return found
+    return await validate(local_config(small, is_quick=arguments.quick), small, cases, results, plan)
 
 
-def figures(found: list[Found]) -> dict[str, float]:
+def figures(found: Found) -> dict[str, float]:
     """By the names of the floors."""
-    by_name: dict[str, float] = {}
-    for one in found:
-        by_name[f"max_{one.engine}_median_error"] = statistics.median(one.errors)
-        by_name[f"max_{one.engine}_worst_error"] = max(one.errors)
-    return by_name
+    return {
+        f"max_{found.engine}_median_error": statistics.median(found.errors),
+        f"max_{found.engine}_worst_error": max(found.errors),
+    }
+
+
+def read_arguments() -> argparse.Namespace:
+    """Of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="exit with 1 above a floor")
+    parser.add_argument("--quick", action="store_true", help="3 small workloads of the local engine")
+    parser.add_argument("--engine", choices=("local", "vllm"), default="local", help="which one (local)")
+    parser.add_argument("--model", type=Path, help="a Hugging Face directory of a decoder for vLLM")
+    parser.add_argument("--vllm-python", help="python of an environment with vLLM")
+    parser.add_argument("--results", type=Path, help="folder to keep what is measured in, and to go on from")
+    parser.add_argument("--begin-for", type=float, default=math.inf, help="seconds after which nothing is begun")
+    parser.add_argument("--docs", type=Path, help="file to write the table into")
+    arguments = parser.parse_args()
+    if arguments.engine == "vllm" and (arguments.vllm_python is None or arguments.model is None or arguments.quick):
+        parser.error(
+            "--engine vllm must come with --vllm-python PYTHON and --model DIR, without --quick; docs/vllm.md says how "
+            "to make SmolLM2-135M"
+        )
+    if arguments.results is not None:
+        arguments.results.mkdir(parents=True, exist_ok=True)
+    return arguments
 
 
 def main() -> int:
-    """Run, print the tables, and compare with the floors."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--check", action="store_true", help="exit with 1 above a floor")
-    parser.add_argument("--quick", action="store_true", help="3 small workloads")
-    parser.add_argument("--model", type=Path, help="a Hugging Face directory of a decoder for vLLM")
-    parser.add_argument("--vllm-python", help="python of an environment with vLLM; without it there is no such table")
-    parser.add_argument("--docs", type=Path, help="file to write the tables into")
-    arguments = parser.parse_args()
-    if arguments.vllm_python is not None and arguments.model is None:
-        parser.error("--vllm-python must come with --model DIR; docs/vllm.md says how to make SmolLM2-135M")
+    """Run, print the table, and compare with the floors."""
+    arguments = read_arguments()
     with tempfile.TemporaryDirectory() as directory:
-        found = asyncio.run(run_all(arguments, Path(directory)))
-    text = "\n\n".join(map(table, found))
-    print(f"\n{text}\n")
+        found = asyncio.run(measured(arguments, Path(directory)))
+    print(f"\n{table(found)}\n")
+    num_disturbed = sum(row.real.share < LEAST_SHARE for row in found.rows)
+    if num_disturbed:
+        print(f"{num_disturbed} workloads got less than {LEAST_SHARE} of their cores in every run: measure again\n")
     if arguments.docs is not None:
-        write_tables(arguments.docs, text)
+        write_table(arguments.docs, found)
     reached, is_good = figures(found), True
     for name, floor in tomllib.loads(FLOORS.read_text())["validation"].items():
         if name not in reached:
-            print(f"{name.removeprefix('max_')}: not measured without --vllm-python")
             continue
         is_good &= reached[name] <= floor
         verdict = "reached" if reached[name] <= floor else "MISSED"

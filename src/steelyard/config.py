@@ -341,9 +341,11 @@ class AllocationConfig(Section, frozen=True, kw_only=True):
 
     ``options`` belong to the policy, which checks them itself. A live run knows only ``fixed`` yet; a simulation all
     of them, those of other packages included (docs/simulator.md).
+    ``calibration``: a file of ``steelyard calibrate``, beside which a live run sets what its parts take.
     """
 
     policy: str | None = None
+    calibration: str | None = None
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 

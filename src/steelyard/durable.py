@@ -76,9 +76,14 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def temporary_of(final: Path) -> Path:
+    """Where :func:`new_temporary` makes the directory that is to become ``final``."""
+    return final.parent / f"{_TEMPORARY_PREFIX}{final.name}"
+
+
 def new_temporary(final: Path) -> Path:
     """An empty temporary directory beside ``final``; what an earlier attempt left there is removed."""
-    temporary = final.parent / f"{_TEMPORARY_PREFIX}{final.name}"
+    temporary = temporary_of(final)
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)

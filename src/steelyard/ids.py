@@ -14,6 +14,9 @@ _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 _PAIRS = [low + high for high in _ALPHABET for low in _ALPHABET]
 _SHIFTS = range(0, 80, 10)
 _NUM_BYTES = 10
+_NUM_CHARS = 16
+_CHAR_OF_BYTE = (_ALPHABET * 8).encode("ascii")
+"""Five random bits of each byte make a character."""
 # Each call of the operating system lets go of the interpreter, and another thread may keep it for milliseconds.
 _IDS_PER_DRAW = 64
 
@@ -31,14 +34,17 @@ class RandomIds:
 
     def __init__(self) -> None:
         self._process_id = os.getpid()
-        self._drawn = b""
+        self._drawn = ""
+        self._position = 0
 
     def new(self, kind: IdKind) -> str:
-        if not self._drawn or self._process_id != os.getpid():
+        end = self._position + _NUM_CHARS
+        if end > len(self._drawn) or self._process_id != os.getpid():
             self._process_id = os.getpid()
-            self._drawn = secrets.token_bytes(_NUM_BYTES * _IDS_PER_DRAW)
-        drawn, self._drawn = self._drawn[:_NUM_BYTES], self._drawn[_NUM_BYTES:]
-        return f"{kind}_{_encode(int.from_bytes(drawn, 'little'))}"
+            self._drawn = secrets.token_bytes(_NUM_CHARS * _IDS_PER_DRAW).translate(_CHAR_OF_BYTE).decode("ascii")
+            self._position, end = 0, _NUM_CHARS
+        drawn, self._position = self._drawn[self._position : end], end
+        return f"{kind}_{drawn}"
 
 
 class SeededIds:

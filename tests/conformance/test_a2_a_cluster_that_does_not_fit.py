@@ -1,8 +1,10 @@
 """A2: that the devices did not fit the layout was found out after launch.
 
-`steelyard simulate` says so before anything runs, names the field and what would fit; the exit code says bad input.
+`steelyard simulate` and `steelyard plan` say so before anything runs, name the field and what would fit; the exit code
+says bad input.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,7 @@ def simulate(directory: Path, capsys: pytest.CaptureFixture[str], changes: dict[
         ({}, "rollout must be a multiple of rollout_tp = 4, got 6; 4 or 8 would fit"),
         ({"split": {"rollout": 6, "train": 5}}, "a plan must use at most 10 devices, got 11"),
         ({"split": {"rollout": 6, "train": 3}}, "train must have at least 4 devices, got 3"),
-        ({"split": {"rollout": 6, "train": 4, "rollout_tp": 3}}, "3; 1, 2, 4, 7 would fit; 1 or 2 or 4 or 7 would fit"),
+        ({"split": {"rollout": 6, "train": 4, "rollout_tp": 3}}, "3; 1, 2, 4 would fit; 1 or 2 or 4 would fit"),
         ({"split": {"rollout": 6, "train": 4, "rollout_tp": 0}}, "rollout_tp must be >= 1, got 0"),
         ({"split": {"rollout": 9, "train": 1}, "limits": {"min_train": 1}}, "limits.min_train must be >= "),
         ({"limits": {"min_rollout": 8, "min_train": 4}}, "min_rollout + min_train + min_reward must be at most the 10"),
@@ -77,4 +79,46 @@ def test_a2_what_cannot_be_is_refused_with_what_would_fit(
 def test_a2_what_was_said_to_fit_fits(tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
     path.write_text(yaml.safe_dump({**TEN_DEVICES, "split": {"rollout": 4, "train": 4, "rollout_tp": 4}}))
+    assert main(["simulate", str(path)]) == 0
+
+
+def plan(directory: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any]) -> tuple[int, str]:
+    path = directory / "c.yaml"
+    path.write_text(yaml.safe_dump({**TEN_DEVICES, **changes}), encoding="utf-8")
+    code = main(["plan", str(path)])
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) <= 1, error
+    return code, error
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "split: rollout must be a multiple of rollout_tp = 4, got 6; 4 or 8 would fit"),
+        (
+            {**LARGE, "devices": {"kind": "A100", "total": 10}, "split": {"rollout": 0, "train": 0}},
+            "train must be a number of devices into which a tp x pp x dp x cp of llama-3.1-70b fits, got at most 10; ",
+        ),
+        (
+            {"split": {"rollout": 6, "train": 4, "rollout_tp": 3}},
+            "split: rollout_tp must be one that holds the longest",
+        ),
+        ({"split": {"rollout": 9, "train": 1}, "limits": {}}, "split: train must be >= "),
+    ],
+)
+def test_a2_a_plan_is_refused_with_what_would_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+) -> None:
+    code, error = plan(tmp_path, capsys, changes)
+    assert code == 2
+    assert message in error
+
+
+def test_a2_what_is_planned_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.yaml"
+    tree = {**TEN_DEVICES, "split": {"rollout": 0, "train": 0}}
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    assert main(["plan", str(path), "--json"]) == 0
+    split = json.loads(capsys.readouterr().out)["planned"]["split"]
+    path.write_text(yaml.safe_dump({**tree, "split": split}), encoding="utf-8")
     assert main(["simulate", str(path)]) == 0

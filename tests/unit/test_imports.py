@@ -21,6 +21,7 @@ BASE = {
     "keys",
     "metrics",
     "digests",
+    "packed_floats",
     "log",
     "durable",
     "signing",

@@ -41,6 +41,22 @@ class Architecture(Record, frozen=True, kw_only=True):
     is_tied: bool = False
     experts: Experts | None = None
 
+    def splits_into(self, tp: int) -> bool:
+        """Whether ``tp`` devices can each take an equal share of every layer.
+
+        As vLLM and Megatron ask for it: whole heads; whole key/value heads, or each of them on equally many devices;
+        equal parts of the feed-forward matrices.
+        """
+        kv_heads = self.num_kv_heads
+        widths = [self.intermediate_size] if self.dense_layers else []
+        if self.experts is not None:
+            widths += [self.experts.intermediate_size, self.experts.shared_size]
+        return (
+            self.num_heads % tp == 0
+            and (kv_heads % tp == 0 or tp % kv_heads == 0)
+            and all(width % tp == 0 for width in widths)
+        )
+
     @property
     def attention_parameters(self) -> int:
         """Of one layer: queries, keys, values, output."""
@@ -135,6 +151,21 @@ def read_architecture(config: Mapping[str, Any], name: str = "config.json") -> A
             f"got {architecture.num_heads}"
         )
     return architecture
+
+
+def check_tp(architecture: Architecture, tp: int, devices_per_node: int) -> None:
+    """Whether ``tp`` devices of one node can share the layers.
+
+    Raises:
+        InputError: they cannot; says what would.
+    """
+    fitting = [size for size in range(1, devices_per_node + 1) if architecture.splits_into(size)]
+    if tp not in fitting:
+        raise InputError(
+            f"tp must divide the {architecture.num_heads} heads, the {architecture.num_kv_heads} key/value heads (or "
+            f"be a multiple of them) and the feed-forward width of {architecture.name}, and be at most "
+            f"{devices_per_node}, the devices of a node, got {tp}; {', '.join(map(str, fitting))} would fit"
+        )
 
 
 def _experts(config: Mapping[str, Any], name: str) -> Experts | None:

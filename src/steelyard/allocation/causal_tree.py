@@ -56,15 +56,19 @@ class CausalTree:
 
     def quantiles(self, results: Sequence[ToolResult]) -> Quantiles | None:
         """What is left, at the levels of remaining_work; None before the first trajectory has ended."""
-        values = self._supported(results)
+        node = tuple(results[:_MAX_DEPTH])
+        while node and len(self._ordered.get(node, ())) < self._min_support:
+            node = node[:-1]
+        values = self._ordered.get(node)
         if not values:
             return None
         last = len(values) - 1
         return tuple(values[max(0, min(last, round((last + 2) * level - 1.0)))] for level in LEVELS)
 
-    def _supported(self, results: Sequence[ToolResult]) -> list[float]:
-        """Of the deepest node on the way down that has seen enough, sorted."""
+    def mean(self, results: Sequence[ToolResult]) -> float | None:
+        """What is left on the mean, of the same node."""
         node = tuple(results[:_MAX_DEPTH])
         while node and len(self._ordered.get(node, ())) < self._min_support:
             node = node[:-1]
-        return self._ordered.get(node, [])
+        values = self._ordered.get(node)
+        return sum(values) / len(values) if values else None

@@ -79,6 +79,17 @@ def fit_engine(turns: Sequence[ObservedTurn]) -> EngineSpeed:
     )
 
 
+def predicted_calls_s(turns: Sequence[ObservedTurn], speed: EngineSpeed) -> list[float]:
+    """Seconds that each call takes at a speed, with the calls around it as they were; in the order of ``turns``."""
+    times = np.array([speed.step_s, speed.sequence_s, speed.prompt_token_s, speed.call_s])
+    predicted = np.zeros(len(turns))
+    for replica_id in {turn.replica_id for turn in turns}:
+        places = [place for place, turn in enumerate(turns) if turn.replica_id == replica_id]
+        features, _ = _features([turns[place] for place in places])
+        predicted[places] = features @ times
+    return [float(value) for value in predicted]
+
+
 def _features(turns: Sequence[ObservedTurn]) -> tuple[Numbers, Numbers]:
     """Of the calls of one replica: steps, steps times open calls, tokens of prompts meanwhile, 1; and their seconds."""
     zero_s = min(turn.started_at_s for turn in turns)

@@ -59,6 +59,15 @@ class OnlineFactor(Record, frozen=True, kw_only=True):
         return math.expm1(self.log_error)
 
 
+class OnlineError(Record, frozen=True, kw_only=True):
+    """A term as it is told: observed is ``factor`` times predicted, give or take ``error_frac``."""
+
+    term: str
+    factor: float
+    error_frac: float
+    num_observed: int
+
+
 class OnlineCalibration(Record, frozen=True, kw_only=True):
     """Factors by term. A value: observing gives a new one."""
 
@@ -72,6 +81,13 @@ class OnlineCalibration(Record, frozen=True, kw_only=True):
     def of(self, term: str) -> OnlineFactor:
         """What is known of a term."""
         return self.factors.get(term, OnlineFactor())
+
+    def errors(self) -> "tuple[OnlineError, ...]":
+        """What is known of each term, by its name."""
+        return tuple(
+            OnlineError(term=term, factor=known.factor, error_frac=known.error_frac, num_observed=known.num_observed)
+            for term, known in sorted(self.factors.items())
+        )
 
     def observed(self, term: str, predicted_s: float, observed_s: float) -> "OnlineCalibration":
         """With one more observation. ``predicted_s`` is the cost model's own, without correction.

@@ -1,16 +1,16 @@
 """How much of a trajectory is left, as quantiles, learnt from trajectories that have ended. Pure, of bounded memory.
 
 One amount (sampled tokens, turns, seconds in tools) is looked at through several *views*. A view is a chain of keys,
-from general to specific, and a scale. For every key it keeps what was left, over the scale, in the last trajectories of
-that key. Its quantiles are those of the most specific key, drawn towards those of the key before it where few were
-seen: of ``n`` values and ``m`` = ``_SUPPORT`` they count ``n / (n + m)``. All in logarithms.
+from general to specific, and a scale. For every key it keeps what was left, over the scale, in the last trajectories
+of that key. Its quantiles are those of the most specific key, drawn towards those of the key before it where few were
+seen: of ``n`` values and ``m`` = ``_SUPPORT`` they count ``n / (n + m)``. In logarithms: what is left spans decades.
 
 Which view is right is left to the data. For each kind of situation every view keeps its decaying mean quantile loss
-(pinball, in logarithms too), each value judged before it was learnt, and the views' quantiles are averaged with weights
+(pinball), each value judged before it was learnt, and the views' quantiles are averaged with weights
 ``loss ** -_ZEAL``. The loss is convex: an average is never worse than its parts are on average. Averages of monotone
 quantiles are monotone.
 
-A look-up takes microseconds: what a view says of a key is kept until enough new values have come.
+A lookup takes microseconds: what a view says of a key is kept until enough new values have come.
 """
 
 import bisect
@@ -18,16 +18,16 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 
-from steelyard.allocation.workload import ToolResult
+from steelyard.allocation.workload import ToolResult, TrajectoryWork
 from steelyard.types.record import Record
 
 LEVELS = (0.1, 0.25, 0.5, 0.75, 0.9)
 """The quantiles that are kept: shares of trajectories that have no more left than that."""
 
-MAX_KEYS = 4096
+MAX_KEYS = 2048
 """Keys of one amount, over all views; the one that was not learnt from for longest goes first."""
 
-_WINDOW = 1024
+_WINDOW = 512
 """Values kept a key: those before have decayed."""
 _SUPPORT = 12.0
 _ZEAL = 16.0
@@ -37,13 +37,9 @@ _RENEWED_FRAC = 0.05
 _RENEWED_AT_MOST = 256
 """What is known of a key is made anew once so many values have come, or a share of all."""
 _KNOWN_A_KEY = 4
-_DENSE_TURNS = 16
-_POINTS_AN_OCTAVE = 8
-"""Turns of a trajectory that are learnt from: all at first, then so many from each to twice it. Which they are must not
-depend on how long it became: else at each turn the long would be too few among the learnt.
-"""
+_MAX_POINTS = 256
+"""Of one trajectory that are learnt from: more of a long one say little more."""
 _LAST_RESULTS = 2
-_TINY = 1e-9
 
 Quantiles = tuple[float, ...]
 """One value for each of :data:`LEVELS`, not falling."""
@@ -85,15 +81,15 @@ def _sibling_step(seen: Seen) -> int:
 
 def _way_gone(seen: Seen) -> int:
     """How far the trajectory is on the way that its siblings went, in thirds of an octave; 99 without siblings."""
-    if not seen.num_siblings or seen.sibling_mean <= _TINY:
+    if not seen.num_siblings or seen.sibling_mean <= 0.0:
         return 99
     if seen.done <= 0.0:
         return -99
-    return max(-6, min(8, _octaves(seen.done / seen.sibling_mean, 3.0)))
+    return max(-6, min(8, round(3.0 * (math.log2(seen.done) - math.log2(seen.sibling_mean)))))
 
 
 def _octaves(value: float, parts: float) -> int:
-    return round(parts * math.log2(value)) if value > _TINY else -98
+    return round(parts * math.log2(value)) if value > 0.0 else -98
 
 
 def _as_it_is(_: Seen) -> float:
@@ -101,11 +97,11 @@ def _as_it_is(_: Seen) -> float:
 
 
 def _done_a_turn(seen: Seen) -> float:
-    return math.log(max(_TINY, seen.done / seen.turn)) if seen.turn and seen.done > 0.0 else 0.0
+    return math.log(seen.done) - math.log(seen.turn) if seen.turn and seen.done > 0.0 else 0.0
 
 
 def _as_siblings(seen: Seen) -> float:
-    return math.log(max(_TINY, seen.sibling_mean)) if seen.num_siblings and seen.sibling_mean > 0.0 else 0.0
+    return math.log(seen.sibling_mean) if seen.num_siblings and seen.sibling_mean > 0.0 else 0.0
 
 
 class View:
@@ -211,8 +207,9 @@ class RemainingAmount:
         return tuple([max(least, exp(value)) for value in logs])
 
     def learn(self, points: Sequence[tuple[Seen, float]]) -> None:
-        """A trajectory has ended: at each of these points, one a turn from the first on, so much was left."""
-        chosen = [(seen, math.log(max(self._least, left))) for seen, left in points if _is_learnt(seen.turn)]
+        """A trajectory has ended: at each of these points so much was left."""
+        step = -(-len(points) // _MAX_POINTS)
+        chosen = [(seen, math.log(max(self._least, left))) for seen, left in points[::step]] if points else []
         if not chosen:
             return
         if self._num_learnt:
@@ -286,10 +283,6 @@ class RemainingAmount:
         return blended
 
 
-def _is_learnt(turn: int) -> bool:
-    return turn < _DENSE_TURNS or turn % ((1 << turn.bit_length() - 1) // _POINTS_AN_OCTAVE) == 0
-
-
 def _situation(seen: Seen) -> _Situation:
     """Views are weighed apart with and without siblings that have ended, and early and late."""
     return seen.num_siblings > 0, min(3, (seen.turn + 1).bit_length() // 2)
@@ -305,3 +298,29 @@ def pinball(quantiles: Sequence[float], value: float) -> float:
         miss = value - quantile
         total += max(level * miss, (level - 1.0) * miss)
     return 2.0 * total / len(LEVELS)
+
+
+def points_of(
+    trajectory: TrajectoryWork, sibling_totals: Sequence[float] = (), *, only_shorter: bool = False
+) -> list[tuple[Seen, float]]:
+    """What is known of a trajectory's sampled tokens before each of its calls, and how many are left.
+
+    Args:
+        sibling_totals: sampled tokens of the members of its group that have ended.
+        only_shorter: those count as ended only that sampled no more than this one has already: all run side by side.
+    """
+    points, done = list[tuple[Seen, float]](), 0.0
+    total = float(trajectory.generated_tokens)
+    results = tuple(turn.result for turn in trajectory.turns)
+    for index, turn in enumerate(trajectory.turns):
+        ended = [one for one in sibling_totals if one <= done] if only_shorter else sibling_totals
+        seen = Seen(
+            turn=index,
+            done=done,
+            last_results=results[max(0, index - _LAST_RESULTS) : index],
+            num_siblings=len(ended),
+            sibling_mean=sum(ended) / len(ended) if ended else 0.0,
+        )
+        points.append((seen, total - done))
+        done += turn.generated_tokens
+    return points

@@ -2,7 +2,7 @@
 
 import math
 
-from steelyard.allocation.architecture import Architecture
+from steelyard.allocation.architecture import Architecture, check_tp
 from steelyard.allocation.roofline import Roofline
 from steelyard.errors import InputError
 from steelyard.types.record import Record
@@ -51,7 +51,7 @@ class ServingCost:
     """
 
     def __init__(self, architecture: Architecture, roofline: Roofline, tp: int, element_bytes: int = 2) -> None:
-        check_tp(architecture, roofline, tp)
+        check_tp(architecture, tp, roofline.device.devices_per_node)
         self.architecture = architecture
         self.roofline = roofline
         self.tp = tp
@@ -150,18 +150,3 @@ class ServingCost:
             return 0.0
         one_s = self.roofline.all_reduce_s(num_tokens * self.architecture.hidden_size * self.element_bytes, self.tp)
         return 2.0 * self.architecture.num_layers * one_s
-
-
-def check_tp(architecture: Architecture, roofline: Roofline, tp: int) -> None:
-    """Whether ``tp`` devices can share the layers.
-
-    Raises:
-        InputError: they cannot; says what would.
-    """
-    per_node = roofline.device.devices_per_node
-    fitting = [size for size in range(1, per_node + 1) if architecture.num_heads % size == 0]
-    if tp not in fitting:
-        raise InputError(
-            f"tp must divide the {architecture.num_heads} heads of {architecture.name} and be at most {per_node}, the "
-            f"devices of a node, got {tp}; {', '.join(map(str, fitting))} would fit"
-        )

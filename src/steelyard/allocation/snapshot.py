@@ -1,8 +1,12 @@
 """What a policy sees, and what it answers: devices by role. The same records live and in the simulator."""
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Protocol
 
+import msgspec
+
+from steelyard.allocation.work_sketch import WorkSketch
 from steelyard.errors import InputError
 from steelyard.types.record import Record
 
@@ -15,34 +19,109 @@ class Role(StrEnum):
     REWARD = "reward"
 
 
+class ReplicaSize(Record, frozen=True, kw_only=True):
+    """``count`` rollout replicas of ``tp`` devices each."""
+
+    tp: int
+    count: int
+
+
 class Split(Record, frozen=True, kw_only=True):
-    """Devices by role. ``rollout_tp`` devices make one rollout replica."""
+    """Devices by role.
+
+    Attributes:
+        rollout_tp: devices of one rollout replica, where they are all of one size; else of those that come to it.
+        replicas: the replicas of a pool of several sizes, largest first, each size once; together they take
+            ``rollout`` devices. Empty: all are of ``rollout_tp``. Made by :func:`split_of`, so that equal pools are
+            equal records.
+    """
 
     rollout: int
     train: int
     reward: int = 0
     rollout_tp: int = 1
+    replicas: tuple[ReplicaSize, ...] = ()
 
     @property
     def total(self) -> int:
         """Devices that have a role."""
         return self.rollout + self.train + self.reward
 
+    @property
+    def sizes(self) -> tuple[ReplicaSize, ...]:
+        """The rollout replicas, largest first, whether they are of one size or of several."""
+        if self.replicas or not self.rollout:
+            return self.replicas
+        return (ReplicaSize(tp=self.rollout_tp, count=self.rollout // self.rollout_tp),)
+
+    @property
+    def num_replicas(self) -> int:
+        """Rollout replicas."""
+        return sum(size.count for size in self.sizes)
+
+    @property
+    def pool(self) -> str:
+        """The replicas for people: ``4 x tp 8 + 1 x tp 4``."""
+        return " + ".join(f"{size.count} x tp {size.tp}" for size in self.sizes) or "none"
+
     def of(self, role: Role) -> int:
         """Devices in ``role``."""
         return {Role.ROLLOUT: self.rollout, Role.TRAIN: self.train, Role.REWARD: self.reward}[role]
 
     def moved(self, source: Role, target: Role, num_devices: int = 1) -> "Split":
-        """The split after ``num_devices`` went from one role to another."""
+        """The split after ``num_devices`` went from one role to another.
+
+        A pool of several sizes gives its smallest replicas first and gets replicas of ``rollout_tp``; where that does
+        not come out even, the limits say so.
+        """
         counts = {role: self.of(role) for role in Role}
         counts[source] -= num_devices
         counts[target] += num_devices
-        return Split(
+        split = Split(
             rollout=counts[Role.ROLLOUT],
             train=counts[Role.TRAIN],
             reward=counts[Role.REWARD],
             rollout_tp=self.rollout_tp,
         )
+        if not self.replicas or split.rollout == self.rollout:
+            return msgspec.structs.replace(split, replicas=self.replicas)
+        return _with_replicas(split, self.replicas, split.rollout - self.rollout)
+
+
+def split_of(sizes: Iterable[ReplicaSize], train: int, reward: int = 0, rollout_tp: int | None = None) -> Split:
+    """The split with these rollout replicas, in the one form that equal pools share.
+
+    Args:
+        sizes: in any order; a size may come more than once.
+        rollout_tp: of replicas that may come to a pool of several sizes, or to an empty one; None: the largest.
+    """
+    counts: dict[int, int] = {}
+    for size in sizes:
+        counts[size.tp] = counts.get(size.tp, 0) + size.count
+    kept = tuple(ReplicaSize(tp=tp, count=counts[tp]) for tp in sorted(counts, reverse=True) if counts[tp])
+    unit = rollout_tp if rollout_tp is not None else max(counts, default=1)
+    return Split(
+        rollout=sum(size.tp * size.count for size in kept),
+        train=train,
+        reward=reward,
+        rollout_tp=kept[0].tp if len(kept) == 1 else unit,
+        replicas=kept if len(kept) > 1 else (),
+    )
+
+
+def _with_replicas(split: Split, replicas: tuple[ReplicaSize, ...], num_more: int) -> Split:
+    """The split whose pool is ``replicas`` with so many devices more, or less."""
+    counts = {size.tp: size.count for size in replicas}
+    if num_more > 0:
+        counts[split.rollout_tp] = counts.get(split.rollout_tp, 0) + num_more // split.rollout_tp
+    for tp in sorted(counts):
+        number = min(counts[tp], max(0, -num_more) // tp)
+        counts[tp] -= number
+        num_more += number * tp
+    sizes = (ReplicaSize(tp=tp, count=count) for tp, count in counts.items())
+    made = split_of(sizes, split.train, split.reward, split.rollout_tp)
+    # What did not come out even must show: the replicas do not add up to the devices.
+    return made if made.rollout == split.rollout else msgspec.structs.replace(split, replicas=made.sizes)
 
 
 class Limits(Record, frozen=True, kw_only=True):
@@ -83,9 +162,27 @@ class Limits(Record, frozen=True, kw_only=True):
                 return f"{role} must have at most {most} devices, got {count}"
         if split.total > self.total:
             return f"a plan must use at most {self.total} devices, got {split.total}"
+        if split.replicas:
+            return _not_a_pool(split)
         if split.rollout_tp < 1 or split.rollout % split.rollout_tp:
             return _not_whole(split)
         return None
+
+
+def _not_a_pool(split: Split) -> str | None:
+    """What is wrong with a pool of several sizes; None: nothing."""
+    before: int | None = None
+    for index, size in enumerate(split.replicas):
+        for field, value in (("tp", size.tp), ("count", size.count)):
+            if value < 1:
+                return f"replicas[{index}].{field} must be >= 1, got {value}"
+        if before is not None and size.tp >= before:
+            return f"replicas must be largest first, each size once, got tp {size.tp} after {before}"
+        before = size.tp
+    devices = sum(size.tp * size.count for size in split.replicas)
+    if devices != split.rollout:
+        return f"replicas must take the rollout = {split.rollout} devices together, got {devices}"
+    return None
 
 
 def _not_whole(split: Split) -> str:
@@ -126,6 +223,7 @@ class Snapshot(Record, frozen=True, kw_only=True):
         times: what the stages take.
         switch_s: what it costs a device to change its role, drained work included; measured, or predicted at first.
         is_moving: a move is under way.
+        work: what the run has seen of its work and what is under way; None: nothing is known.
     """
 
     at_s: float
@@ -138,6 +236,7 @@ class Snapshot(Record, frozen=True, kw_only=True):
     times: StageTimes = StageTimes()
     switch_s: float = 0.0
     is_moving: bool = False
+    work: WorkSketch | None = None
 
 
 class Plan(Record, frozen=True, kw_only=True):
@@ -152,10 +251,15 @@ class Plan(Record, frozen=True, kw_only=True):
     is_due: bool = True
 
     def log_line(self, snapshot: Snapshot) -> str:
-        """``step=15 rollout_queue=6 train_backlog=9 => adjust rollout=3 train=5``, or ``=> keep ...``."""
+        """``step=15 rollout_queue=6 train_backlog=9 => adjust rollout=3 train=5``, or ``=> keep ...``.
+
+        Where the sizes of replicas change it ends with the pool: ``(4 x tp 8 + 1 x tp 4)``.
+        """
         verb = "keep" if self.split == snapshot.split else "adjust"
+        before, after = ({size.tp for size in split.sizes} for split in (snapshot.split, self.split))
+        pool = f" ({self.split.pool})" if before != after else ""
         queues = f"rollout_queue={snapshot.rollout_queue} train_backlog={snapshot.train_backlog}"
-        return f"step={snapshot.step} {queues} => {verb} rollout={self.split.rollout} train={self.split.train}"
+        return f"step={snapshot.step} {queues} => {verb} rollout={self.split.rollout} train={self.split.train}{pool}"
 
 
 class Policy(Protocol):

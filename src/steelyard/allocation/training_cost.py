@@ -8,19 +8,19 @@ micro-batch gathers the parameters of its stage and scatters its gradients. A pi
 
 import math
 
-from steelyard.allocation.architecture import Architecture
+from steelyard.allocation.architecture import Architecture, check_tp
 from steelyard.allocation.roofline import Roofline
 from steelyard.errors import InputError
 from steelyard.types.record import Record
 
 STATE_BYTES = 12
 """Of a parameter, in the optimizer: its fp32 copy and two moments."""
-_ACTIVATION_BYTES = 34
+ACTIVATION_BYTES = 34
 """Per token, layer and hidden element without recomputation, where attention scores are never stored: Korthikanti et
 al., arXiv 2205.05198, equation 1 without its attention term."""
-_CHECKPOINT_BYTES = 2
+CHECKPOINT_BYTES = 2
 """The same where each layer is computed again from its input."""
-_BACKWARD = 2.0
+BACKWARD = 2.0
 """FLOPs of a backward pass, in forward passes."""
 
 
@@ -56,9 +56,9 @@ def least_device_s(architecture: Architecture, roofline: Roofline, batch: TrainB
     Whatever the layout, each device-second does at most the peak's arithmetic and the bandwidth's traffic, and the
     optimizer comes after the arithmetic.
     """
-    flops = (1.0 + _BACKWARD) * forward_flops(architecture, batch.num_tokens, batch.pairs)
+    flops = (1.0 + BACKWARD) * forward_flops(architecture, batch.num_tokens, batch.pairs)
     arithmetic_s = roofline.work_s(flops, 0.0, roofline.corrections.train_compute)
-    return arithmetic_s + roofline.work_s(0.0, _optimizer_bytes(architecture, element_bytes), 1.0)
+    return arithmetic_s + roofline.work_s(0.0, optimizer_bytes(architecture, element_bytes), 1.0)
 
 
 def forward_flops(architecture: Architecture, num_tokens: float, pairs: float) -> float:
@@ -67,7 +67,7 @@ def forward_flops(architecture: Architecture, num_tokens: float, pairs: float) -
     return products + architecture.attention_flops(pairs)
 
 
-def _optimizer_bytes(architecture: Architecture, element_bytes: int) -> float:
+def optimizer_bytes(architecture: Architecture, element_bytes: int) -> float:
     """States, parameters and gradients, read and written once."""
     return architecture.num_parameters * 2.0 * (2 * element_bytes + STATE_BYTES)
 
@@ -100,17 +100,17 @@ class TrainingCost:
         states = architecture.num_parameters * (2 * self.element_bytes + STATE_BYTES) / layout.num_devices
         layer = 2 * architecture.num_parameters / architecture.num_layers * self.element_bytes / layout.tp
         tokens = layout.micro_batch_tokens / layout.cp / layout.tp
-        per_layer = _CHECKPOINT_BYTES if layout.recompute else _ACTIVATION_BYTES
+        per_layer = CHECKPOINT_BYTES if layout.recompute else ACTIVATION_BYTES
         layers = math.ceil(architecture.num_layers / layout.pp)
         # The first stage holds the activations of as many micro-batches as there are stages.
         kept = tokens * architecture.hidden_size * per_layer * layers * layout.pp
-        working = tokens * architecture.hidden_size * _ACTIVATION_BYTES if layout.recompute else 0.0
+        working = tokens * architecture.hidden_size * ACTIVATION_BYTES if layout.recompute else 0.0
         logits = 2 * 4 * tokens * architecture.vocab_size
         return states + layer + kept + working + logits
 
     def model_flops(self, batch: TrainBatch) -> float:
         """Forward and backward of the batch, recomputation not counted."""
-        return (1.0 + _BACKWARD) * forward_flops(self.architecture, batch.num_tokens, batch.pairs)
+        return (1.0 + BACKWARD) * forward_flops(self.architecture, batch.num_tokens, batch.pairs)
 
     def step_s(self, batch: TrainBatch) -> float:
         """One optimizer step.
@@ -145,7 +145,7 @@ class TrainingCost:
         What can hide hides behind the arithmetic of all of them: parameters are fetched ahead.
         """
         layout, roofline = self.layout, self.roofline
-        passes = 1.0 + _BACKWARD + (1.0 if layout.recompute else 0.0)
+        passes = 1.0 + BACKWARD + (1.0 if layout.recompute else 0.0)
         flops = passes * forward_flops(self.architecture, num_tokens, pairs) / layout.tp / layout.cp / layout.pp
         stage_bytes = self.architecture.num_parameters * self.element_bytes / layout.tp / layout.pp
         compute_s = roofline.work_s(flops, number * passes * stage_bytes, roofline.corrections.train_compute)
@@ -190,7 +190,7 @@ class TrainingCost:
         return 2.0 * self.roofline.transfer_s(tokens * self.architecture.hidden_size * self.element_bytes)
 
     def _optimizer_s(self) -> float:
-        num_bytes = _optimizer_bytes(self.architecture, self.element_bytes)
+        num_bytes = optimizer_bytes(self.architecture, self.element_bytes)
         return self.roofline.work_s(0.0, num_bytes / self.layout.num_devices, 1.0)
 
 
@@ -198,12 +198,7 @@ def _check(architecture: Architecture, roofline: Roofline, layout: TrainLayout) 
     for field in ("tp", "pp", "dp", "cp", "ep", "micro_batch_tokens"):
         if getattr(layout, field) < 1:
             raise InputError(f"{field} must be >= 1, got {getattr(layout, field)}")
-    per_node = roofline.device.devices_per_node
-    if architecture.num_heads % layout.tp or layout.tp > per_node:
-        raise InputError(
-            f"tp must divide the {architecture.num_heads} heads of {architecture.name} and be at most {per_node}, the "
-            f"devices of a node, got {layout.tp}"
-        )
+    check_tp(architecture, layout.tp, roofline.device.devices_per_node)
     if layout.pp > architecture.num_layers:
         raise InputError(f"pp must be at most the {architecture.num_layers} layers, got {layout.pp}")
     num_experts = architecture.experts.num_experts if architecture.experts else 1

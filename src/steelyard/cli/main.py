@@ -19,6 +19,7 @@ from steelyard.cli import (
     doctor,
     evaluate,
     key,
+    plan,
     scorer,
     show,
     simulate,
@@ -38,7 +39,7 @@ EXIT_INTERRUPTED = 130
 _COMMANDS = (
     *(train, evaluate, audit, show, doctor, sweep, cancel, check_template),
     *(coordinator, key, worker, scorer),
-    *(capacity, simulate, whatif, calibrate),
+    *(capacity, plan, simulate, whatif, calibrate),
 )
 
 _DESCRIPTION = """\
@@ -47,6 +48,7 @@ Train LLM agents that call tools, and prove where every trained token came from.
   steelyard train examples/quickstart.yaml      the whole loop, on a plain CPU
   steelyard show RUN                            what the agent did, one rollout at a time
   steelyard audit RUN                           prove the run from its journal and stores alone
+  steelyard plan run.yaml                       how to share out the devices
   steelyard simulate run.yaml                   what an allocation would achieve, without any device
 """
 

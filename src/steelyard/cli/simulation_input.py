@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,19 @@ from steelyard.types.record import Record
 
 
 class Wanted(Record, frozen=True, kw_only=True):
-    """What the command line says beside the file; None: what the file says."""
+    """What the command line says beside the file; None: what the file says.
+
+    ``policy`` is whose limits on moves a configuration is read with; ``defaults`` are keys that a scenario may leave
+    out.
+    """
 
     overrides: tuple[str, ...] = ()
     steps: int | None = None
     device: str | None = None
     traces: str | None = None
     tool_s: float | None = None
+    policy: str | None = None
+    defaults: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
 
 def read_file(path: Path, wanted: Wanted) -> Assumed:
@@ -45,11 +51,13 @@ def read_file(path: Path, wanted: Wanted) -> Assumed:
     if _is_config(tree):
         if wanted.steps is not None:
             config_file.apply_override(tree, f"train.max_steps={wanted.steps}")
+        if wanted.policy is not None:
+            config_file.apply_override(tree, f"allocation.policy={wanted.policy}")
         config = config_file.from_tree(tree, is_live=False)
         # The default name of a run says nothing about it; its file's does.
         name = config.run.name if "name" in (tree.get("run") or {}) else path.stem
         return scenario_from_config(config, name, wanted)
-    scenario = read_scenario(tree, str(path))
+    scenario = read_scenario({**wanted.defaults, **tree}, str(path))
     if wanted.steps is not None:
         scenario = msgspec.structs.replace(scenario, steps=wanted.steps)
     if wanted.device is not None:

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     before = _Replay(directory, observed, observed.config, options.device, None)
     speeds = learn_speeds(observed, before.setup, device_kind(options.device))
     as_it_was = before.simulate(speeds)
-    told = agreement(observed, as_it_was.steps, speeds.num_steps)
+    told = agreement(observed, as_it_was.steps, speeds, before.setup)
     after = _Replay(directory, observed, changed, options.device, options.policy)
     is_changed = bool(overrides) or options.policy is not None
     otherwise = after.simulate(speeds) if is_changed else None
@@ -168,6 +168,11 @@ def _lines_before(
         f"{1e3 * speeds.serving.sequence_s:.3f} ms more for each sequence in it (calls fit to within "
         f"{speeds.serving.error_frac:.0%} at the median)"
     )
+    if told.terms:
+        terms = (
+            f"{one.term} took {one.factor:.2f} of it (next one to within {one.error_frac:.0%})" for one in told.terms
+        )
+        lines.append(f"  observed over predicted since then: {', '.join(terms)}")
     lines.append(f"  {result.bound_share:.1%} of the proven bound ({duration(result.bound.makespan_s)})")
     if observed.num_resumed:
         lines.append(f"  note: the run was resumed {observed.num_resumed} times; pauses count as its time")

@@ -9,6 +9,7 @@ best for all d at once (earliest deadline first), and where it does not suffice 
 every group can then be consumed by its due step, so no trajectory has to be thrown away for its age.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 from steelyard.coordinator import events as e
@@ -32,14 +33,8 @@ def capacity(state: State, settings: CoordinatorSettings) -> int:
     steps_ahead = newest.step + settings.rules.max_policy_lag + 1
     if settings.max_steps is not None:
         steps_ahead = min(steps_ahead, settings.max_steps)
-    holding = state.prompts.not_dropped - len(parked(state))
+    holding = state.prompts.not_dropped - state.standing.num_parked
     return max(0, steps_ahead * settings.rules.groups_per_batch - holding)
-
-
-def parked(state: State) -> list[Group]:
-    """Groups that wait for room to be restarted, oldest first. They go before new prompts."""
-    found = [group for group in state.live_groups.values() if group.state is GroupState.PARKED]
-    return sorted(found, key=lambda group: group.order)
 
 
 def lag_of(state: State, step: int, oldest_version: int) -> int:
@@ -165,40 +160,63 @@ def choose_batch(
         now_s: the present.
         waiting_since_s: when this step began to wait.
     """
-    train = [g for g in state.live_groups.values() if g.purpose is Purpose.TRAIN and g.state is not GroupState.PARKED]
-    live = sorted(train, key=lambda group: (group.admitted_step, group.order))
-    complete = [group for group in live if group.state is GroupState.COMPLETE]
-    stale = [group for group in complete if is_stale(state, settings, step, now_s, group)]
-    fitting = [group for group in complete if group not in stale]
-    chosen = fitting[: settings.rules.groups_per_batch]
-    num_awaited, waits_for = _awaited(settings, step, [group for group in live if group not in stale], chosen)
-    late_at_s = {g.group_id: max(waiting_since_s, g.admitted_at_s) + settings.max_tail_wait_s for g in waits_for}
-    late = [group for group in waits_for if now_s >= late_at_s[group.group_id]]
-    stale += late[:num_awaited]
-    num_missing = settings.rules.groups_per_batch - len(chosen)
+    stale = _stale(state, settings, step, now_s)
+    num_awaited, num_fitting, waits_for = _awaited(state, settings, step, stale)
+    tail_s = settings.max_tail_wait_s
+    # Who is waited for has been waited for since this step began to wait, or since it was admitted later.
+    if now_s >= waiting_since_s + tail_s:
+        late = [group for group in waits_for if now_s >= max(waiting_since_s, group.admitted_at_s) + tail_s]
+        stale += late[:num_awaited]
+    first_at_s = min((group.admitted_at_s for group in waits_for), default=None)
+    num_missing = max(0, settings.rules.groups_per_batch - num_fitting)
     is_whole = not stale and not num_awaited and not num_missing
     return Choice(
-        groups=tuple(chosen) if is_whole else (),
+        groups=_first_complete(state, settings) if is_whole else (),
         stale=tuple(stale),
         waits_for=tuple(waits_for),
         num_awaited=num_awaited,
         num_missing=num_missing,
-        look_again_s=min(late_at_s.values(), default=None),
+        look_again_s=None if first_at_s is None else max(waiting_since_s, first_at_s) + tail_s,
     )
 
 
+def _stale(state: State, settings: CoordinatorSettings, step: int, now_s: float) -> list[Group]:
+    """The complete groups that step ``step`` may not consume."""
+    found = list[Group]()
+    for _, cohort in state.standing.cohorts():
+        if settings.max_age_s is not None or step - cohort.oldest_step > settings.rules.max_policy_lag:
+            complete = cohort.complete_in_order()
+            found += [group for group in complete if is_stale(state, settings, step, now_s, group)]
+    return found
+
+
+def _first_complete(state: State, settings: CoordinatorSettings) -> tuple[Group, ...]:
+    size, found = settings.rules.groups_per_batch, list[Group]()
+    for _, cohort in state.standing.cohorts():
+        if len(found) < size:
+            found += cohort.complete_in_order()
+    return tuple(found[:size])
+
+
 def _awaited(
-    settings: CoordinatorSettings, step: int, live: list[Group], chosen: list[Group]
-) -> tuple[int, list[Group]]:
-    """How many more groups of which open ones the batch needs, for the first due step that would be overbooked."""
+    state: State, settings: CoordinatorSettings, step: int, stale: list[Group]
+) -> tuple[int, int, list[Group]]:
+    """How many more groups of which open ones the batch needs, for the first due step that would be overbooked.
+
+    Between the two, how many complete groups the batch may have.
+    """
     size, bound = settings.rules.groups_per_batch, settings.rules.max_policy_lag
+    num_stale = Counter(group.admitted_step for group in stale)
+    cohorts = [(admitted + bound, cohort, num_stale[admitted]) for admitted, cohort in state.standing.cohorts()]
+    num_fitting = sum(len(cohort.complete) - num_out for _, cohort, num_out in cohorts)
     for due_step in range(step, step + bound + 1):
-        due = [group for group in live if group.admitted_step + bound <= due_step]
-        needed = min(size, len(due) - (due_step - step) * size)
-        missing = needed - sum(group.admitted_step + bound <= due_step for group in chosen)
+        due = [one for one in cohorts if one[0] <= due_step]
+        num_complete = sum(len(cohort.complete) - num_out for _, cohort, num_out in due)
+        num_due = num_complete + sum(len(cohort.open) for _, cohort, _ in due)
+        missing = min(size, num_due - (due_step - step) * size) - min(size, num_complete)
         if missing > 0:
-            return missing, [group for group in due if group.state is GroupState.OPEN]
-    return 0, []
+            return missing, num_fitting, [group for _, cohort, _ in due for group in cohort.open.values()]
+    return 0, num_fitting, []
 
 
 def is_stale(state: State, settings: CoordinatorSettings, step: int, now_s: float, group: Group) -> bool:

@@ -11,6 +11,7 @@ from steelyard.coordinator.moves import (
     find_ready,
     forget_group,
     forget_rollouts,
+    index_group,
     open_rollouts,
     require,
     require_new_rollouts,
@@ -79,6 +80,7 @@ def group_admitted(state: State, event: e.GroupAdmitted) -> tuple[fx.Effect, ...
         priority=event.priority,
     )
     state.groups[group.group_id] = state.live_groups[group.group_id] = group
+    index_group(state, group)
     if is_train:
         state.next_position += 1
         state.prompts.issued += 1
@@ -90,7 +92,7 @@ def group_admitted(state: State, event: e.GroupAdmitted) -> tuple[fx.Effect, ...
 
 
 def _close_group(state: State, event: _Closing) -> Group:
-    """Check what all closings have in common; changes the group's state only."""
+    """Check what all closings have in common; changes the group's state only, and takes it out of the index."""
     group = find_group(state, event, event.group_id)
     target = next_state(GROUP_TABLE, group.state, event, f"group {group.group_id}")
     require(group.num_open == 0, event, f"all rollouts of {group.group_id} must be terminal, {group.num_open} are not")
@@ -100,12 +102,15 @@ def _close_group(state: State, event: _Closing) -> Group:
     if isinstance(event, e.GroupRestarted):
         require_new_rollouts(state, event, event.rollout_ids)
         find_ready(state, event, event.admitted_version)
+    state.standing.take_out(group)
     group.state = target
     return group
 
 
 def group_completed(state: State, event: e.GroupCompleted) -> tuple[fx.Effect, ...]:
-    return (fx.GroupChanged(_close_group(state, event).group_id),)
+    group = _close_group(state, event)
+    index_group(state, group)
+    return (fx.GroupChanged(group.group_id),)
 
 
 def group_evaluated(state: State, event: e.GroupEvaluated) -> tuple[fx.Effect, ...]:
@@ -146,6 +151,7 @@ def group_parked(state: State, event: e.GroupParked) -> tuple[fx.Effect, ...]:
     group.num_rollouts_parked = forget_rollouts(state, group)
     group.num_accepted = 0
     group.parked_for = event.reason
+    index_group(state, group)
     return (fx.GroupChanged(group.group_id),)
 
 
@@ -160,4 +166,5 @@ def group_restarted(state: State, event: e.GroupRestarted) -> tuple[fx.Effect, .
     group.admitted_version = event.admitted_version
     group.admitted_step = state.versions[event.admitted_version].step
     group.admitted_at_s = event.at_s
+    index_group(state, group)
     return (*open_rollouts(state, group, event.rollout_ids, event.at_s), fx.GroupChanged(group.group_id))

@@ -5,7 +5,15 @@ from collections.abc import Mapping
 from steelyard.coordinator import effects as fx
 from steelyard.coordinator import events as e
 from steelyard.coordinator.entities import KEPT_CHECKPOINTS, Replica, Rollout, State, Step, Version
-from steelyard.coordinator.moves import accepted_tokens, find_group, find_version, forget_group, move_rollout, require
+from steelyard.coordinator.moves import (
+    accepted_tokens,
+    find_group,
+    find_version,
+    forget_group,
+    index_group,
+    move_rollout,
+    require,
+)
 from steelyard.coordinator.transitions import (
     GROUP_TABLE,
     REPLICA_TABLE,
@@ -28,6 +36,7 @@ def step_begun(state: State, event: e.StepBegun) -> tuple[fx.Effect, ...]:
     members = [rollout for group in groups for rollout in group.accepted()]
     _require_samples(event, {rollout.attempt_id or "": rollout for rollout in members})
     for group in groups:
+        state.standing.take_out(group)
         group.state = GroupState.CONSUMED
         del state.live_groups[group.group_id]
         state.tokens.trained += accepted_tokens(group)
@@ -77,6 +86,7 @@ def step_voided(state: State, event: e.StepVoided) -> tuple[fx.Effect, ...]:
         state.tokens.trained -= accepted_tokens(group)
         for rollout in group.accepted():
             move_rollout(state, rollout, event)
+        index_group(state, group)
     state.prompts.trained -= len(step.group_ids)
     del state.steps[event.step]
     state.kept_batches.discard(event.step)

@@ -80,7 +80,7 @@ class Batches:
         if choice.groups:
             self.planned = frozenset(group.group_id for group in choice.groups)
             return self._plan(step, parent, choice.groups), None
-        open_groups = sum(group.state is not GroupState.COMPLETE for group in self._live_train())
+        open_groups = self._core.state.standing.num_not_complete
         if self._groups.is_exhausted and open_groups < choice.num_missing:
             raise RunError(
                 f"the task stream ended after {self._core.state.next_position} tasks: step {step} needs "

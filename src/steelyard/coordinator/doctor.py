@@ -151,7 +151,7 @@ def _parked_waits(state: State) -> list[Wait]:
     why = "no version is READY" if newest is None else f"room in the lag bound, newest READY is {newest.version}"
     return [
         Wait(who=f"group {group.group_id}", whom="admission", why=why, since_s=group.admitted_at_s)
-        for group in admission.parked(state)
+        for group in state.standing.parked()
     ]
 
 

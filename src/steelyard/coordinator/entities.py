@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from steelyard.coordinator.events import DropReason, RestartReason, Rules
+from steelyard.coordinator.standing import Standing
 from steelyard.coordinator.transitions import HELD, GroupState, ReplicaState, RolloutState, VersionState
 from steelyard.types import ArtifactReport, LoadProof, Outcome, Purpose, Record, Sampling, Score
 
@@ -238,6 +239,7 @@ class State:
         self.prompts = PromptCounts()
         self.tokens = TokenCounts()
         self.tallies = Tallies()
+        self.standing = Standing()
 
     @property
     def newest_ready(self) -> Version | None:

@@ -38,7 +38,7 @@ class Groups:
         if self.is_draining or newest is None or self._core.is_finished:
             return 0
         room = admission.capacity(state, self._core.settings)
-        waiting = admission.parked(state)[:room]
+        waiting = state.standing.parked()[:room]
         for group in waiting:
             self._restart(group, group.parked_for or e.RestartReason.STALE, group.num_rollouts_parked, newest.version)
         num_admitted = len(waiting)

@@ -1,9 +1,19 @@
 """Look-ups and moves that the event handlers share."""
 
+import math
+
 from steelyard.coordinator import effects as fx
 from steelyard.coordinator import events as e
 from steelyard.coordinator.entities import MAX_ENDED_ATTEMPTS, Group, Rollout, State, Version
-from steelyard.coordinator.transitions import HELD, ROLLOUT_TABLE, TERMINAL, RolloutState, VersionState, next_state
+from steelyard.coordinator.transitions import (
+    HELD,
+    ROLLOUT_TABLE,
+    TERMINAL,
+    GroupState,
+    RolloutState,
+    VersionState,
+    next_state,
+)
 from steelyard.errors import IllegalTransition
 
 
@@ -106,6 +116,19 @@ def forget_rollouts(state: State, group: Group) -> int:
         if rollout.attempt_id in state.attempts:
             end_attempt(state, rollout, "late")
     return len(rollouts)
+
+
+def index_group(state: State, group: Group) -> None:
+    """Note how a live group stands now; whoever changes that takes it out of ``state.standing`` before."""
+    oldest = oldest_step(state, group) if group.state is GroupState.COMPLETE else math.inf
+    state.standing.put_in(group, oldest)
+
+
+def oldest_step(state: State, group: Group) -> float:
+    """The step of the oldest version that sampled a token of an accepted member; infinite where none has a trace."""
+    reports = [rollout.report for rollout in group.accepted()]
+    steps = [state.versions[report.trace.oldest_version].step for report in reports if report is not None]
+    return min(steps, default=math.inf)
 
 
 def forget_group(state: State, group: Group) -> None:

@@ -327,7 +327,7 @@ class CoordinatorServer:
         return outcome.result()
 
     def _holder(self, request: web.BaseRequest) -> Capability:
-        key = bearer_key(request)
+        key = bearer_key(request.headers)
         try:
             if key is None:
                 raise Refused("unknown", "a key must be sent as 'Authorization: Bearer KEY'")

@@ -30,6 +30,7 @@ from steelyard.coordinator.entities import (
 from steelyard.coordinator.entity_rows import EntityRows, shape_of
 from steelyard.coordinator.events import AnyEvent
 from steelyard.coordinator.journal.base import Head
+from steelyard.coordinator.moves import index_group
 from steelyard.coordinator.touched_groups import touched_groups
 from steelyard.digests import digest_bytes
 from steelyard.errors import IntegrityError
@@ -63,6 +64,9 @@ PLAIN_FIELDS: dict[str, Any] = {
 
 LINKED_FIELDS = frozenset({"groups", "live_groups", "rollouts", "attempts"})
 """Fields of the state that share groups and rollouts; ``groups`` holds them, the others are stored as ids in order."""
+
+DERIVED_FIELDS = frozenset({"standing"})
+"""Fields of the state that say nothing of their own and are built anew."""
 
 _ROLLOUTS = EntityRows(Rollout, omit=frozenset({"group"}))
 _GROUPS = EntityRows(Group, omit=frozenset({"rollouts"}))
@@ -291,6 +295,8 @@ def _link(state: State, rows: Sequence[_GroupRow], links: _Links) -> None:
     state.live_groups = {group_id: state.groups[group_id] for group_id in links.live_groups}
     state.rollouts = {rollout_id: members[rollout_id] for rollout_id in links.rollouts}
     state.attempts = {attempt_id: members[rollout_id] for attempt_id, rollout_id in links.attempts}
+    for group in sorted(state.live_groups.values(), key=lambda group: group.order):
+        index_group(state, group)
 
 
 def _checked(data: bytes) -> Snapshot:

@@ -4,7 +4,8 @@
 *unblocked by* the engine's result or the client's leaving, which cancels the engine's work.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -20,7 +21,8 @@ from steelyard.gateway.service import Gateway
 from steelyard.gateway.streams import EventStream, complete_all
 from steelyard.ids import IdSource
 from steelyard.metrics import Counters
-from steelyard.processes.http_port import HttpPort, PortOptions, bearer_key, read_body
+from steelyard.processes.http_port import HttpPort, PortOptions, QuickRoutes, bearer_key, read_body
+from steelyard.processes.quick_http import PlainAnswer, PlainRequest
 
 _JSON = "application/json"
 _MODELS = "/v1/models"
@@ -28,6 +30,13 @@ _MESSAGES = "/v1/messages"
 
 Endpoint = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 Read = Callable[[bytes, Desk], Asked]
+
+_READERS: dict[str, Read] = {
+    "/v1/chat/completions": openai.read_chat,
+    "/v1/completions": openai.read_completion,
+    _MESSAGES: anthropic.read_messages,
+}
+"""Where the policy is asked."""
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,11 +88,10 @@ class GatewayServer:
             max_body_bytes=self._limits.max_body_bytes,
             shutdown_s=self._limits.shutdown_s,
         )
-        self._http = HttpPort(self._answer, options)
+        quick = QuickRoutes(answer=self._quick, paths=frozenset(_READERS), read_deadline_s=self._limits.read_deadline_s)
+        self._http = HttpPort(self._answer, options, quick)
         self._endpoints: dict[tuple[str, str], Endpoint] = {
-            ("POST", "/v1/chat/completions"): self._serving(openai.read_chat),
-            ("POST", "/v1/completions"): self._serving(openai.read_completion),
-            ("POST", _MESSAGES): self._serving(anthropic.read_messages),
+            **{("POST", path): self._serve for path in _READERS},
             ("POST", f"{_MESSAGES}/count_tokens"): self._count_tokens,
             ("GET", _MODELS): self._list_models,
             ("GET", "/health"): self._health,
@@ -109,52 +117,67 @@ class GatewayServer:
         try:
             return await self._endpoints.get((request.method, request.path), self._other)(request)
         except Exception as error:  # noqa: BLE001 (a server answers every failure; as_failure logs those of ours)
-            failure, form = self._failure(error), error_form(request)
-            self._counters.add(f"gateway.http.{form.status(failure)}")
-            return _json(form.body(failure), form.status(failure), failure.headers)
+            status, body, headers = self._refusal(error, error_form(request.path, request.headers))
+            return _json(body, status, headers)
 
-    def _serving(self, read: Read) -> Endpoint:
-        """An endpoint that asks the policy."""
-
-        async def serve(request: web.BaseRequest) -> web.StreamResponse:
-            attempt_id = self._attempt(request)
-            asked = read(await self._body(request), self._desk())
-            most = self._gateway.limits.max_open_calls_per_attempt
-            if len(asked.jobs) > most:
-                message = f"at most {most} replies can be asked for at a time, not {len(asked.jobs)}"
-                raise Failure(FailureKind.BAD_REQUEST, message, param="n")
+    async def _quick(self, request: PlainRequest) -> PlainAnswer | None:
+        """As :meth:`_answer`, of a plain request to the policy; None where the answer is to be streamed."""
+        try:
+            attempt_id = self._attempt(request.headers)
+            if request.body is None:
+                raise self._slow_body()
+            asked = self._asked(request.path, request.body)
             if asked.stream:
-                return await self._stream(request, attempt_id, asked)
-            completions = await complete_all(self._gateway, attempt_id, asked.jobs)
-            return web.Response(body=asked.replies.whole(completions), content_type=_JSON)
+                return None
+            return PlainAnswer(await self._whole(attempt_id, asked))
+        except Exception as error:  # noqa: BLE001 (as above)
+            status, body, headers = self._refusal(error, error_form(request.path, request.headers))
+            return PlainAnswer(msgspec.json.encode(body), status=status, headers=headers)
 
-        return serve
+    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Asks the policy."""
+        attempt_id = self._attempt(request.headers)
+        asked = self._asked(request.path, await self._body(request))
+        if asked.stream:
+            return await self._stream(request, attempt_id, asked)
+        return web.Response(body=await self._whole(attempt_id, asked), content_type=_JSON)
+
+    def _asked(self, path: str, body: bytes) -> Asked:
+        asked = _READERS[path](body, self._desk())
+        most = self._gateway.limits.max_open_calls_per_attempt
+        if len(asked.jobs) > most:
+            message = f"at most {most} replies can be asked for at a time, not {len(asked.jobs)}"
+            raise Failure(FailureKind.BAD_REQUEST, message, param="n")
+        return asked
+
+    async def _whole(self, attempt_id: str, asked: Asked) -> bytes:
+        return asked.replies.whole(await complete_all(self._gateway, attempt_id, asked.jobs))
 
     async def _stream(self, request: web.BaseRequest, attempt_id: str, asked: Asked) -> web.StreamResponse:
         stream = EventStream(
             request,
             fail=self._failure,
             on_reader_gone=lambda: self._counters.add("gateway.http.reader_gone"),
-            error_event=error_form(request).event,
+            error_event=error_form(request.path, request.headers).event,
             write_deadline_s=self._limits.write_deadline_s,
             shutdown_s=self._limits.shutdown_s,
         )
         return await stream.send(self._gateway, attempt_id, asked)
 
     async def _count_tokens(self, request: web.BaseRequest) -> web.StreamResponse:
-        attempt_id = self._attempt(request)
+        attempt_id = self._attempt(request.headers)
         asked = anthropic.read_count(await self._body(request), self._desk())
         return _json({"input_tokens": self._gateway.count_prompt(attempt_id, asked)})
 
     async def _list_models(self, request: web.BaseRequest) -> web.StreamResponse:
-        self._attempt(request)
+        self._attempt(request.headers)
         return _json(_model_form(request).model_list(self._models.listed()))
 
     async def _other(self, request: web.BaseRequest) -> web.StreamResponse:
         """One model by its name; whatever else is asked for is not here."""
         name = request.path.removeprefix(f"{_MODELS}/")
         if request.method == "GET" and name != request.path:
-            self._attempt(request)
+            self._attempt(request.headers)
             self._models.check(name)
             return _json(_model_form(request).model(name))
         known = {path for _, path in self._endpoints}
@@ -173,12 +196,15 @@ class GatewayServer:
         try:
             return await read_body(request, self._limits.read_deadline_s)
         except TimeoutError:
-            message = f"The request body must arrive within {self._limits.read_deadline_s:.0f} s."
-            raise Failure(FailureKind.SLOW_BODY, message) from None
+            raise self._slow_body() from None
 
-    def _attempt(self, request: web.BaseRequest) -> str:
+    def _slow_body(self) -> Failure:
+        message = f"The request body must arrive within {self._limits.read_deadline_s:.0f} s."
+        return Failure(FailureKind.SLOW_BODY, message)
+
+    def _attempt(self, headers: Mapping[str, str]) -> str:
         """The attempt whose key the request carries."""
-        key = request.headers.get("x-api-key") or bearer_key(request)
+        key = headers.get("x-api-key") or bearer_key(headers)
         if key is None:
             how = "send the attempt's key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             message = f"You didn't provide an API key: {how}."
@@ -193,15 +219,22 @@ class GatewayServer:
             now_s=self._clock.now_s(),
         )
 
+    def _refusal(self, error: Exception, form: ErrorForm) -> tuple[int, dict[str, Any], dict[str, str]]:
+        """Status, body and headers that tell of a failure."""
+        failure = self._failure(error)
+        status = form.status(failure)
+        self._counters.add(f"gateway.http.{status}")
+        return status, form.body(failure), failure.headers
+
     def _failure(self, error: Exception) -> Failure:
         failure = as_failure(error, self._limits.max_body_bytes)
         self._counters.add(f"gateway.refused.{failure.kind}")
         return failure
 
 
-def error_form(request: web.BaseRequest) -> ErrorForm:
+def error_form(path: str, headers: Mapping[str, str]) -> ErrorForm:
     """How the caller expects to be told of a failure."""
-    is_anthropic = request.path.startswith(_MESSAGES) or "anthropic-version" in request.headers
+    is_anthropic = path.startswith(_MESSAGES) or "anthropic-version" in headers
     return anthropic_replies.ERRORS if is_anthropic else openai_replies.ERRORS
 
 

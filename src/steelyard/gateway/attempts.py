@@ -161,7 +161,7 @@ class AttemptEndpoint:
             raise Refused("foreign", f"attempt {attempt_id} is held by {holder}, not {worker_id}")
 
     def _worker(self, request: web.BaseRequest) -> str:
-        key = bearer_key(request)
+        key = bearer_key(request.headers)
         try:
             if key is None:
                 raise Refused("unknown", "a worker's key must be sent as 'Authorization: Bearer KEY'")

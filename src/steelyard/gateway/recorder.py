@@ -16,6 +16,7 @@ from steelyard.errors import EngineError, IntegrityError, Refused, StorageFailed
 from steelyard.gateway.history import History, Kind, RecordedTurn
 from steelyard.gateway.renderer import Prompt
 from steelyard.metrics import Counters
+from steelyard.packed_floats import PackedFloats
 from steelyard.types import (
     AttemptStanding,
     EndReason,
@@ -284,7 +285,9 @@ def _fault_of(request: GenerateRequest, result: GenerateResult) -> str | None:
     )
 
 
-def _logprob_fault(values: tuple[float, ...], field: str) -> str | None:
+def _logprob_fault(values: tuple[float, ...] | PackedFloats, field: str) -> str | None:
+    if isinstance(values, PackedFloats) and values.are_log_masses():
+        return None
     # The sum of numbers that are finite and at most 0 is finite, unless it overflows; no other check is as fast.
     if not any(values) or (math.isfinite(sum(values)) and max(values) <= 0.0):
         return None

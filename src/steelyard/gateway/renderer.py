@@ -33,6 +33,8 @@ from steelyard.types import Message, Record, ToolSpec
 BreakReason = Literal["history_changed", "prompt_changed", "reasoning_dropped", "reply_changed", "no_end_of_turn"]
 
 _PROBE = "PROBE"
+_STAND_IN = Message(role="user", content="x")
+"""For the conversation before, where a template writes each message alone."""
 _CACHED_MESSAGES = 4096
 _CACHED_CHARS = 2048
 _MAX_KNOWN_TOOLS = 16
@@ -72,6 +74,13 @@ class Extension(Record, frozen=True, kw_only=True):
     break_reason: BreakReason | None = None
 
 
+class _Alone(Record, frozen=True, kw_only=True):
+    """``begun``: what the template says for the stand-in, without asking for more; ``foot``: what it asks with."""
+
+    begun: str
+    foot: str
+
+
 class Renderer:
     """Turns messages into prompts for one tokenizer and template. Holds no conversation.
 
@@ -108,6 +117,7 @@ class Renderer:
         written = traits.written_parser if traits.writes_calls else parser.name
         self._written = ReplyReader(None if written is None else parser_named(written), traits.marks)
         self._guard_reply = codec.guard_except(self._reply_marks(parser))
+        self._alone = self._find_alone()
 
     @classmethod
     def load(cls, directory: Path, tool_parser: str | None = None) -> "Renderer":
@@ -153,7 +163,7 @@ class Renderer:
             InputError: the template refuses the messages.
         """
         messages = (*previous.prompt.messages, previous.reply, *added)
-        full = self._render(messages, tools)
+        full = self._render_added(previous, added, tools) or self._render(messages, tools)
         known = previous.prompt.text
         if not full.startswith(known):
             return self._broken(full, messages, tools, self._why_rewritten(previous, full))
@@ -252,6 +262,26 @@ class Renderer:
             self._shown_tools(tools),
             add_generation_prompt=add_generation_prompt,
         )
+
+    def _render_added(
+        self, previous: PreviousTurn, added: tuple[Message, ...], tools: tuple[ToolSpec, ...]
+    ) -> str | None:
+        """As the whole rendering, by what the new messages add to it; None where the template may write another."""
+        prompt = previous.prompt
+        if self._alone is None or tools != prompt.tools or not prompt.text.endswith(self._alone.foot):
+            return None
+        text = self._render((_STAND_IN, previous.reply, *added), ())
+        return prompt.text[: len(prompt.text) - len(self._alone.foot)] + text[len(self._alone.begun) :]
+
+    def _find_alone(self) -> "_Alone | None":
+        if not self._template.writes_each_alone:
+            return None
+        try:
+            begun = self._render((_STAND_IN,), (), add_generation_prompt=False)
+            whole = self._render((_STAND_IN,), ())
+        except InputError:
+            return None
+        return _Alone(begun=begun, foot=whole[len(begun) :]) if whole.startswith(begun) else None
 
     def _shown_tools(self, tools: tuple[ToolSpec, ...]) -> list[dict[str, Any]] | None:
         """Guarded tools as templates expect them; the few sets that a run uses are kept."""

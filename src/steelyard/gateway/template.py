@@ -11,10 +11,11 @@ import msgspec
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import LoopContext
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from steelyard.errors import InputError
+from steelyard.gateway.template_form import writes_each_alone
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PLAIN_JSON = json.JSONEncoder(ensure_ascii=False).encode
@@ -53,6 +54,9 @@ class ChatTemplate:
             raise InputError(f"the chat template cannot be compiled: {error}") from error
         self.source = source
         self.special_tokens = dict(special_tokens or {})
+        self._environment = environment
+        self._fixed = {**environment.globals, **self.special_tokens, "documents": None}
+        self.writes_each_alone = writes_each_alone(environment.parse(source), self.special_tokens)
 
     @classmethod
     def load(cls, directory: Path, today: datetime.date | None = None) -> "ChatTemplate":
@@ -83,13 +87,10 @@ class ChatTemplate:
             InputError: the template refuses these messages, or fails on them.
         """
         try:
-            return self._template.render(
-                **self.special_tokens,
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-            )
+            given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+            # What Template.render does, without what serves blocks and inheritance.
+            context = Context(self._environment, {**self._fixed, **given}, None, {})
+            return "".join(self._template.root_render_func(context))
         except _FAILURES as error:
             raise InputError(f"the chat template refuses these messages: {error}") from error
 

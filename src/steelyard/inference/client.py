@@ -2,13 +2,65 @@
 
 from dataclasses import dataclass
 
+import msgspec
+
 from steelyard.clock import Clock
 from steelyard.inference import engine as api
 from steelyard.inference.engine import EngineHealth, KvRule, Nothing, OnTokens
-from steelyard.processes.channel import Client
-from steelyard.types import EngineStats, GenerateRequest, GenerateResult, LoadProof
+from steelyard.packed_floats import packed
+from steelyard.processes.channel import Client, StreamingEndpoint
+from steelyard.types import (
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    LoadProof,
+    Record,
+    TokenChunk,
+    VersionSpan,
+)
 
 _NOTHING = Nothing()
+
+
+class _PackedResult(Record, frozen=True, kw_only=True):
+    """A :class:`GenerateResult` as it arrives; its floats are looked at by the recorder's check, all at once."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: msgspec.Raw
+    kept_logmass: msgspec.Raw
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    replica_id: str
+    load_id: str
+    num_cached_tokens: int = 0
+    queued_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    detail: str = ""
+
+    def unpacked(self) -> GenerateResult:
+        return GenerateResult(
+            request_id=self.request_id,
+            token_ids=self.token_ids,
+            logprobs=packed(self.logprobs),
+            kept_logmass=packed(self.kept_logmass),
+            version_spans=self.version_spans,
+            finish_reason=self.finish_reason,
+            replica_id=self.replica_id,
+            load_id=self.load_id,
+            num_cached_tokens=self.num_cached_tokens,
+            queued_s=self.queued_s,
+            prefill_s=self.prefill_s,
+            decode_s=self.decode_s,
+            detail=self.detail,
+        )
+
+
+_GENERATE: StreamingEndpoint[GenerateRequest, _PackedResult, TokenChunk] = StreamingEndpoint(
+    api.GENERATE.name, GenerateRequest, _PackedResult, TokenChunk
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +86,10 @@ class EngineClient:
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
         """See :meth:`steelyard.inference.engine.Engine.generate`."""
         left_s = max(0.0, request.deadline_at_s - self._clock.now_s())
-        return await self._client.call_streaming(
-            api.GENERATE, request, on_tokens or _ignore, deadline_s=left_s + self._deadlines.answer_s
+        result = await self._client.call_streaming(
+            _GENERATE, request, on_tokens or _ignore, deadline_s=left_s + self._deadlines.answer_s
         )
+        return result.unpacked()
 
     async def load(self, version_dir: str, version: int) -> LoadProof:
         """See :meth:`steelyard.inference.engine.Engine.load`."""

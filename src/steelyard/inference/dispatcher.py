@@ -294,20 +294,27 @@ class Dispatcher:
         None but the home is looked at where the home is better than any other could be.
         """
         ticket = entry.item
-        candidates: list[Candidate] = []
+        open_to_it = [alike for alike in able if alike.kind not in full]
+        if not open_to_it:
+            # All are closed, the home among them: it waits with those for which they are kept.
+            return self._any_lane(ticket, entry.number)
+        home_has_room = False
         if home_id is not None:
+            home = self.replicas[home_id]
             is_closed = self._index.kind(home_id) in full or self._is_awaited(home_id, entry)
-            at_home = self._home_candidate(ticket, self.replicas[home_id], now_s, is_closed=is_closed)
-            if at_home.has_room and self._is_best(ticket, at_home):
-                return at_home
-            candidates.append(at_home)
-        others = self._index.first_of(
-            [alike for alike in able if alike.kind not in full],
-            self._num_looked_at,
-            lambda one: one == home_id or one in ticket.tried or self._is_awaited(one, entry),
-        )
-        roomy = self._roomy(ticket, others, now_s)
-        chosen = choose(ticket.need, home_id, [*candidates, *roomy])
+            home_has_room = not is_closed and self._has_room_at_home(ticket, home, now_s)
+            if home_has_room:
+                at_home = self._home_candidate(ticket, home, now_s, has_room=True)
+                if self._is_best(ticket, at_home):
+                    return at_home
+        roomy = self._roomy(ticket, self._others(entry, open_to_it, home_id), now_s)
+        if home_id is None:
+            chosen = choose(ticket.need, None, roomy)
+        elif roomy or home_has_room:
+            at_home = self._home_candidate(ticket, self.replicas[home_id], now_s, has_room=home_has_room)
+            chosen = choose(ticket.need, home_id, [at_home, *roomy])
+        else:
+            chosen = None
         if chosen is not None:
             return chosen
         # Where others have room that it does not want it waits for its home, else for all that are full.
@@ -315,6 +322,18 @@ class Dispatcher:
             return home_id
         full.update(alike.kind for alike in able)
         return self._any_lane(ticket, entry.number)
+
+    def _others(self, entry: Waiting[Ticket], able: list[Alike], home_id: str | None) -> list[ReplicaState]:
+        """The first few with most room, but the home and those that tried it or for which others wait before it."""
+        tried, place, first_place = entry.item.tried, entry.place, self._queue.first_place
+
+        def is_out(replica_id: str) -> bool:
+            if replica_id == home_id or replica_id in tried:
+                return True
+            first = first_place(replica_id)
+            return first is not None and first < place
+
+        return self._index.first_of(able, self._num_looked_at, is_out)
 
     def _is_awaited(self, replica_id: str, entry: Waiting[Ticket]) -> bool:
         """Whether somebody waits for just this replica who goes before."""
@@ -330,7 +349,7 @@ class Dispatcher:
         return not pays(least_s, done_in_s(need, at_home))
 
     def _without_replica(self, ticket: Ticket, now_s: float) -> Unservable | None:
-        holders = [one for one in self.replicas.values() if one.can_sample(ticket.request)]
+        holders = [one for one in self.replicas.values() if one.may_come_to_sample(ticket.request)]
         if ticket.unserved_since_s is None:
             ticket.unserved_since_s = now_s
         if holders and not ticket.tried and now_s - ticket.unserved_since_s < self._recovery_wait_s:
@@ -341,24 +360,25 @@ class Dispatcher:
             ticket, f"request {ticket.request.request_id}: a live replica must hold {version}, but {known}"
         )
 
-    def _home_candidate(self, ticket: Ticket, state: ReplicaState, now_s: float, *, is_closed: bool) -> Candidate:
+    def _has_room_at_home(self, ticket: Ticket, state: ReplicaState, now_s: float) -> bool:
+        own = self.homes.own(ticket.request, state.replica_id)
+        return self._has_room(ticket, state, own, now_s)
+
+    def _home_candidate(self, ticket: Ticket, state: ReplicaState, now_s: float, *, has_room: bool) -> Candidate:
         """The home of the conversation, whether it has room or not."""
         own = self.homes.own(ticket.request, state.replica_id)
-        roomy = not is_closed and self._has_room(ticket.need, state, own, now_s)
         room_in_s = 0.0
-        if not roomy:
-            kept = self._protected_tokens(ticket.need, state, own, now_s)
+        if not has_room:
+            kept = self._protected_tokens(ticket, state, own, now_s)
             room_in_s = state.room_in_s(ticket.need.kv_tokens, kept, now_s)
         num_lacking = len(ticket.request.prompt_token_ids) - (0 if own is None else own.kept_tokens)
-        return self._candidate(state, max(0, num_lacking), now_s, has_room=roomy, room_in_s=room_in_s)
+        return self._candidate(state, max(0, num_lacking), now_s, has_room=has_room, room_in_s=room_in_s)
 
     def _roomy(self, ticket: Ticket, states: Iterable[ReplicaState], now_s: float) -> list[Candidate]:
         """Those of some replicas, none of them the home, that have room."""
         num_tokens = len(ticket.request.prompt_token_ids)
         return [
-            self._candidate(state, num_tokens, now_s)
-            for state in states
-            if self._has_room(ticket.need, state, None, now_s)
+            self._candidate(state, num_tokens, now_s) for state in states if self._has_room(ticket, state, None, now_s)
         ]
 
     def _candidate(
@@ -375,31 +395,35 @@ class Dispatcher:
             room_in_s=room_in_s,
         )
 
-    def _has_room(self, need: Need, state: ReplicaState, own: Home | None, now_s: float) -> bool:
+    def _has_room(self, ticket: Ticket, state: ReplicaState, own: Home | None, now_s: float) -> bool:
+        need, capacity = ticket.need, state.capacity_tokens
+        # Most are told apart without a look at what is kept for whom.
+        if capacity is None or not state.num_open:
+            return True
+        used = state.projected_tokens + need.kv_tokens
+        if used > capacity:
+            return False
+        if used + self.homes.kept_tokens(state.replica_id) <= capacity:
+            return True
         return has_room(
             need,
-            capacity_tokens=state.capacity_tokens,
+            capacity_tokens=capacity,
             projected_tokens=state.projected_tokens,
-            kept_tokens=self._protected_tokens(need, state, own, now_s),
+            kept_tokens=self._protected_tokens(ticket, state, own, now_s),
             num_open=state.num_open,
         )
 
-    def _protected_tokens(self, need: Need, state: ReplicaState, own: Home | None, now_s: float) -> int:
+    def _protected_tokens(self, ticket: Ticket, state: ReplicaState, own: Home | None, now_s: float) -> int:
         """KV that is kept free for conversations between two calls, without the one that asks; see ``keep_s``."""
-        all_kept = self.homes.kept_tokens(state.replica_id)
-        if own is not None and own.idle_since_s is not None:
-            all_kept -= own.kept_tokens
-        used = state.projected_tokens + need.kv_tokens
+        kept = self.homes.kept_on(state.replica_id)
+        is_own_kept = own is not None and own.idle_since_s is not None
+        all_kept = kept.total - own.kept_tokens if own is not None and is_own_kept else kept.total
+        used = state.projected_tokens + ticket.need.kv_tokens
         if all_kept <= 0 or state.capacity_tokens is None or not used <= state.capacity_tokens < used + all_kept:
             return all_kept
-        keep_s_a_token = keep_s(state.pace.prefill_s(1, now_s), state.num_open)
-        return sum(
-            home.kept_tokens
-            for home in self.homes.at(state.replica_id)
-            if home.idle_since_s is not None
-            and now_s - home.idle_since_s < home.kept_tokens * keep_s_a_token
-            and home is not own
-        )
+        rate = keep_s(state.pace.prefill_s(1, now_s), state.num_open)
+        worth = kept.worth_keeping(rate, now_s)
+        return worth - kept.worth_keeping_of(ticket.request.sequence_key, rate, now_s) if is_own_kept else worth
 
     def _reserve(self, ticket: Ticket, chosen: Candidate, now_s: float) -> None:
         expected_s = chosen.prefill_s + ticket.need.output_tokens * chosen.token_s

@@ -142,7 +142,12 @@ class FairQueue(Generic[T]):
     def first_place(self, lane: Hashable) -> Place | None:
         """The first place in the order of a lane that is taken, whatever the flow; None where nothing waits."""
         lines = self._lanes.get(lane)
-        return None if lines is None else min(line.places[0] for line in lines.values())
+        if lines is None:
+            return None
+        if len(lines) == 1:
+            (line,) = lines.values()
+            return line.places[0]
+        return min(line.places[0] for line in lines.values())
 
     def waiting_in(self, lane: Hashable) -> Iterator[Waiting[T]]:
         """All that waits in a lane. Take nothing while it runs."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from steelyard.inference.kept_kv import KeptKv
 from steelyard.types import GenerateRequest
 
 _MAX_HOMES = 1 << 18
@@ -35,7 +36,7 @@ class Homes:
         self._by_sequence: dict[str, Home] = {}
         self._by_attempt: dict[str, dict[str, Home]] = {}
         self._by_replica: dict[str, dict[str, Home]] = {}
-        self._kept: dict[str, int] = {}
+        self._kept: dict[str, KeptKv] = {}
 
     def __len__(self) -> int:
         return len(self._by_sequence)
@@ -80,7 +81,7 @@ class Homes:
             home = self._by_sequence[request.sequence_key]
         if home is not None and home.replica_id == replica_id and home.idle_since_s is None:
             home.kept_tokens, home.idle_since_s = kept_tokens, now_s
-            self._kept[home.replica_id] = self._kept.get(home.replica_id, 0) + kept_tokens
+            self.kept_on(home.replica_id).add(request.sequence_key, kept_tokens, now_s)
             self._on_kept(home.replica_id)
 
     def release(self, attempt_id: str) -> tuple[str, ...]:
@@ -95,6 +96,7 @@ class Homes:
         """A replica has lost its KV: whoever was there starts anew elsewhere."""
         for sequence_key in tuple(self._by_replica.get(replica_id, {})):
             self._forget(sequence_key)
+        self._kept.pop(replica_id, None)
 
     def at(self, replica_id: str) -> Iterator[Home]:
         """All homes on a replica."""
@@ -102,7 +104,15 @@ class Homes:
 
     def kept_tokens(self, replica_id: str) -> int:
         """KV of all conversations that are between two calls there."""
-        return self._kept.get(replica_id, 0)
+        kept = self._kept.get(replica_id)
+        return 0 if kept is None else kept.total
+
+    def kept_on(self, replica_id: str) -> KeptKv:
+        """KV of the conversations that are between two calls there, by sequence key. Only read it."""
+        kept = self._kept.get(replica_id)
+        if kept is None:
+            kept = self._kept[replica_id] = KeptKv()
+        return kept
 
     def _forget(self, sequence_key: str) -> None:
         home = self._by_sequence.pop(sequence_key, None)
@@ -113,5 +123,5 @@ class Homes:
             if not index[name]:
                 del index[name]
         if home.idle_since_s is not None:
-            self._kept[home.replica_id] -= home.kept_tokens
+            self._kept[home.replica_id].remove(sequence_key)
             self._on_kept(home.replica_id)

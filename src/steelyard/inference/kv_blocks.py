@@ -10,10 +10,10 @@ prefix) and on nothing else: the tokens are compared, hashes only find candidate
 Space. A running sequence holds blocks for the tokens that it has, and grows. What is retained fills the rest, is
 evicted whole, and is the first to go. Conversations have a ``rank``: the order in which their attempts came. Admission
 goes by projections: what all running sequences are projected to need in the end, what older attempts retain, and, for
-a conversation that comes anew, some turns of growth for each of them. So it pushes out what younger attempts retain,
-never what older ones do, and may then stay for some turns. Otherwise, where contexts outgrow the cache, each agent
-would push out whoever comes back next, and all would compute everything again (PROBLEMS, row T2). Where computing again
-costs less than an idle engine, the caller says so, and only the running count.
+a conversation that comes anew, by how much all of them will grow (:mod:`steelyard.inference.conversations`). So it
+pushes out what younger attempts retain, never what older ones do, and may then stay. Otherwise, where contexts outgrow
+the cache, each agent would push out whoever comes back next, and all would compute everything again (PROBLEMS, row T2).
+Where computing again costs less than an idle engine, the caller says so, and only the running count.
 """
 
 import enum
@@ -22,13 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from steelyard.errors import EngineError
-
-# Who comes anew finds room for this many more turns of everybody. So what it computes again, if it is ever pushed out,
-# is shared by as many turns.
-_TURNS_AHEAD = 3
-
-# The mean growth of a turn is over about so many: more than the conversations that may end at the same time.
-_GROWTH_WINDOW = 512
+from steelyard.inference.conversations import Growth, Member
 
 
 class Wait(enum.Enum):
@@ -59,7 +53,7 @@ class SequenceInfo:
     """What the cache must know of a request. ``chain`` comes from :meth:`BlockTable.chain`.
 
     ``prompt``: all tokens that it starts with. It is projected to have ``projected_tokens`` in the end and can have
-    ``max_tokens``. ``rank``: the lower, the older is its attempt.
+    ``max_tokens``. ``rank``: the lower, the older is its attempt. ``turn``: of its conversation, from 1.
     """
 
     sequence_id: str
@@ -71,6 +65,7 @@ class SequenceInfo:
     max_tokens: int
     chain: tuple[int, ...]
     rank: int = 0
+    turn: int = 1
 
 
 @dataclass(slots=True)
@@ -89,9 +84,9 @@ class _Holder:
     projected_blocks: int
     max_blocks: int
     rank: int
+    turn: int
     is_running: bool
     tick: int
-    num_continued: int
     is_kept: bool = True
 
 
@@ -132,8 +127,6 @@ class BlockTable:
         self._index: dict[tuple[int, int], dict[int, None]] = {}
         self._copies: list[Copy] = []
         self._projected_blocks = 0
-        self._turn_tokens = 0.0
-        self._num_turns = 0
         self._tick = 0
         self.placement = 0
         """Grows whenever a row gets another holder; as long as it stays, every sequence is where it was."""
@@ -181,13 +174,13 @@ class BlockTable:
 
     # --- admission --------------------------------------------------------------------------------
 
-    def admit(self, info: SequenceInfo, is_eager: bool = False) -> Admitted | Wait:
+    def admit(self, info: SequenceInfo, is_eager: bool = False, growth: Growth | None = None) -> Admitted | Wait:
         """Give a new running sequence a row, and space for its prompt.
 
         In order of preference it continues its own retained sequence, copies the longest equal prefix of
         another one, or starts empty. It is told to wait where a running sequence is just computing a longer
-        equal prefix, and where there is no space by the rule above; ``is_eager``: only what runs counts. A refusal
-        changes nothing.
+        equal prefix, and where there is no space by the rule above; ``is_eager``: only what runs counts.
+        ``growth``: of all that stay beside one that comes anew; None for none. A refusal changes nothing.
         """
         usable = len(info.prompt) - 1
         own = self._own_retained(info)
@@ -198,7 +191,7 @@ class BlockTable:
             return Wait.SHARED_PREFIX
         if own is not None and 0 < num_own >= num_other:
             return self._take_over(own, info, num_own, is_eager)
-        admitted, other = self._start_in_new_row(info, match.holder, num_other, is_eager), match.holder
+        admitted, other = self._start_in_new_row(info, match.holder, num_other, is_eager, growth), match.holder
         if isinstance(admitted, Wait) and other is not None and other in self._displaceable(info, None, is_eager):
             return self._take_over(other, info, num_other, is_eager)
         return admitted
@@ -246,8 +239,6 @@ class BlockTable:
             self._drop(holder)
             return
         del self._running[sequence_id]
-        if holder.num_continued:
-            self._note_turn(len(tokens) - holder.num_continued)
         self._unindex(holder)
         holder.tokens, holder.num_ready = tokens, len(tokens)
         holder.chain = self.chain(tokens)
@@ -268,7 +259,6 @@ class BlockTable:
             if holder.is_running:
                 holder.is_kept = False
             else:
-                self._note_turn(0)
                 self._drop(holder)
 
     def drop_version(self, version: int) -> None:
@@ -338,11 +328,16 @@ class BlockTable:
         return _Match(None, 0, coming)
 
     def _start_in_new_row(
-        self, info: SequenceInfo, source: _Holder | None, num_cached: int, is_eager: bool
+        self, info: SequenceInfo, source: _Holder | None, num_cached: int, is_eager: bool, growth: Growth | None
     ) -> Admitted | Wait:
         needed, evictable = self._blocks_for(len(info.prompt)), self._displaceable(info, source, is_eager)
-        spare = 0 if is_eager else self._growth_blocks(info, evictable)
-        if not self._fits(info, evictable, spare) or not self._make_space(needed, evictable, needs_row=True):
+        if not self._fits(info, evictable, 0):
+            return Wait.NO_SPACE
+        if growth is not None and not is_eager:
+            num_more = self._blocks_for(growth(self._members(info, evictable)))
+            if not self._fits(info, evictable, num_more):
+                return Wait.NO_SPACE
+        if not self._make_space(needed, evictable, needs_row=True):
             return Wait.NO_SPACE
         row = heapq.heappop(self._free_rows)
         if source is not None:
@@ -360,8 +355,7 @@ class BlockTable:
         self._drop(holder)
         self._free_rows.remove(row)
         heapq.heapify(self._free_rows)
-        continued = holder.sequence_key == info.sequence_key
-        self._occupy(row, info, num_cached, needed, num_continued=len(holder.tokens) if continued else 0)
+        self._occupy(row, info, num_cached, needed)
         return Admitted(num_cached)
 
     def _displaceable(self, info: SequenceInfo, kept: _Holder | None, is_eager: bool) -> list[_Holder]:
@@ -380,29 +374,20 @@ class BlockTable:
         wanted = self._blocks_for(info.projected_tokens) + spare_blocks
         return self._projected_blocks + staying + wanted <= self._num_blocks
 
-    def _growth_blocks(self, info: SequenceInfo, evictable: list[_Holder]) -> int:
-        """Projected growth of a new conversation, and of all that stay, over the turns ahead; each fits into its row.
-
-        Until one has come back or ended, the next turns are taken to be like the first of the new one.
-        """
-        turn_tokens = self._turn_tokens if self._num_turns else info.projected_tokens
-        growth, limit = self._blocks_for(round(_TURNS_AHEAD * turn_tokens)), self._blocks_for(self.row_tokens)
+    def _members(self, info: SequenceInfo, evictable: list[_Holder]) -> list[Member]:
+        """All that stay, and a new one."""
         going = {held.row for held in evictable}
-        sizes = [max(held.num_blocks, held.projected_blocks) for row, held in self._by_row.items() if row not in going]
-        sizes.append(self._blocks_for(info.projected_tokens))
-        return sum(min(growth, max(0, limit - size)) for size in sizes)
+        staying = [held for row, held in self._by_row.items() if row not in going]
+        sizes = [max(held.num_blocks, held.projected_blocks) * self.block_tokens for held in staying]
+        members = [Member(held.turn, size) for held, size in zip(staying, sizes, strict=True)]
+        return [*members, Member(info.turn, info.projected_tokens)]
 
-    def _note_turn(self, num_tokens: int) -> None:
-        """A conversation has grown by a turn; by 0 where it has ended instead."""
-        self._num_turns = min(self._num_turns + 1, _GROWTH_WINDOW)
-        self._turn_tokens += (num_tokens - self._turn_tokens) / self._num_turns
-
-    def _occupy(self, row: int, info: SequenceInfo, num_cached: int, num_blocks: int, num_continued: int = 0) -> None:
+    def _occupy(self, row: int, info: SequenceInfo, num_cached: int, num_blocks: int) -> None:
         holder = _Holder(
             row=row, sequence_id=info.sequence_id, sequence_key=info.sequence_key, attempt_id=info.attempt_id,
             version=info.version, tokens=info.prompt, chain=info.chain, num_ready=num_cached, num_blocks=0,
-            projected_blocks=0, max_blocks=self._blocks_for(info.max_tokens), rank=info.rank, is_running=True, tick=0,
-            num_continued=num_continued,
+            projected_blocks=0, max_blocks=self._blocks_for(info.max_tokens), rank=info.rank, turn=info.turn,
+            is_running=True, tick=0,
         )  # fmt: skip
         self._reserve(holder, num_blocks)
         self._project(holder, max(num_blocks, self._blocks_for(info.projected_tokens)))

@@ -21,15 +21,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from steelyard.errors import EngineError
 from steelyard.inference.kv_blocks import BlockTable
+from steelyard.inference.kv_ranges import split_by_length
 
 ATTENTION_NAME = "steelyard_cached"
 
 # Queries are cut into pieces of this many tokens: each piece reads only the keys up to its end, which saves
 # most of the masked half of the square without many calls.
 _PIECE_TOKENS = 32
-
-# Reading this many more tokens of one layer takes about as long as one more attention call.
-_CUT_TOKENS = 1024
 
 _UNSUPPORTED_OPTIONS = ("sliding_window", "softcap", "s_aux", "position_bias")
 
@@ -321,29 +319,6 @@ def cached_attention(
     cache.write(kv_layout, layer, key[0], value[0])
     scale = scaling if scaling is not None else 1.0 / math.sqrt(query.shape[-1])
     return cache.attend(kv_layout, layer, query[0], scale)[None], None
-
-
-def split_by_length(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Cut neighbouring rows into ranges ``(start, end)`` wherever that saves more reading than a call costs.
-
-    A range is read up to its longest row, so that a few long rows among short ones are expensive. Each range is cut
-    in two at the best place, again and again, while a cut saves more than ``_CUT_TOKENS`` tokens of reading.
-    """
-    open_ranges = [(0, len(lengths))]
-    done = []
-    while open_ranges:
-        start, end = open_ranges.pop()
-        part = lengths[start:end]
-        if len(part) * int(part.max() - part.min()) > _CUT_TOKENS:
-            sizes = np.arange(1, len(part))
-            left = np.maximum.accumulate(part)[:-1] * sizes
-            right = np.maximum.accumulate(part[::-1])[::-1][1:] * sizes[::-1]
-            cut = int((left + right).argmin())
-            if len(part) * int(part.max()) - int(left[cut] + right[cut]) > _CUT_TOKENS:
-                open_ranges += [(start + cut + 1, end), (start, start + cut + 1)]
-                continue
-        done.append((start, end))
-    return done
 
 
 def _neighbours(rows: list[int]) -> Iterator[tuple[int, int]]:

@@ -129,13 +129,17 @@ class Pace:
         fleet = self._fleet
         if fleet is None or not self._sums[0]:
             return self.prefill_s(num_tokens, now_s), self.token_s(num_open, now_s)
-        trust = self._trust(now_s)
-        of_all = fleet.prefill_s(num_tokens, now_s)
-        prefill_s = of_all
+        # What the router asks for most: the calls that it is made of are written out.
+        evidence = self._sums[0] * math.exp2((self._noted_at_s - now_s) / _HALF_LIFE_S)
+        trust = evidence / (evidence + _FLEET_EVIDENCE)
+        prefill_s = num_tokens * (fleet._prefill_s / fleet._prefill_tokens)
         if self._prefill_tokens:
-            prefill_s = trust * num_tokens * (self._prefill_s / self._prefill_tokens) + (1.0 - trust) * of_all
-        token_s = trust * self._own_token_s(num_open) + (1.0 - trust) * fleet.token_s(num_open, now_s)
-        return prefill_s, token_s
+            prefill_s = trust * num_tokens * (self._prefill_s / self._prefill_tokens) + (1.0 - trust) * prefill_s
+        own_s = self._line[0] + self._line[1] * num_open
+        of_all_s = fleet._line[0] + fleet._line[1] * num_open
+        own_s = own_s if own_s > _MIN_TOKEN_S else _MIN_TOKEN_S
+        of_all_s = of_all_s if of_all_s > _MIN_TOKEN_S else _MIN_TOKEN_S
+        return prefill_s, trust * own_s + (1.0 - trust) * of_all_s
 
     def _trust(self, now_s: float) -> float:
         """How far its own answers count against those of all, 0 to below 1."""
@@ -144,7 +148,8 @@ class Pace:
 
     def _own_token_s(self, num_open: float) -> float:
         at_zero, slope = self._line
-        return max(_MIN_TOKEN_S, at_zero + slope * num_open)
+        token_s = at_zero + slope * num_open
+        return token_s if token_s > _MIN_TOKEN_S else _MIN_TOKEN_S
 
     def _add(self, x: float, y: float, *, weight: float, decay: float) -> None:
         total, sx, sy, sxx, sxy = self._sums

@@ -84,6 +84,8 @@ class ReplicaIndex:
 
     def settle(self) -> tuple[str, ...]:
         """Sort what has changed since this was last called; returns it."""
+        if not self._changed:
+            return ()
         changed = tuple(self._changed)
         self._changed.clear()
         for replica_id in changed:

@@ -124,11 +124,17 @@ class ReplicaSet:
     def replace(self, replica_id: str, engine: Engine) -> None:
         """A replica was started anew: its KV and versions are gone, its name stays. Load versions through it.
 
+        Requests that only its versions can serve wait for it to load them again, at most ``recovery_wait_s``.
+
         Raises:
             EngineError: it is not known.
         """
-        self.remove(replica_id)
-        self._put(self._new(replica_id, engine))
+        before = self._known(replica_id)
+        self.dispatcher.remove_replica(replica_id)
+        replica = self._new(replica_id, engine)
+        replica.state.awaited_versions = before.versions | before.awaited_versions
+        self._put(replica)
+        self.look()
 
     def home_of(self, attempt_id: str) -> str | None:
         """The replica that an attempt was served on last; None where it was not, or that one is gone."""

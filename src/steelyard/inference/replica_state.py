@@ -27,12 +27,15 @@ class ReplicaState:
     Args:
         fleet: the pace of all replicas together.
         on_change: called when requests may fit, or be served, that did not or were not before.
+
+    ``awaited_versions``: what the replica held that was here before it under this name, and it has not loaded yet.
     """
 
     def __init__(self, replica_id: str, fleet: Pace, on_change: Callable[[], None]) -> None:
         self.replica_id = replica_id
         self.weight = 1.0
         self.versions: set[int] = set()
+        self.awaited_versions: set[int] = set()
         self.is_draining = False
         self.capacity_tokens: int | None = None
         self.projected_tokens = 0
@@ -61,9 +64,12 @@ class ReplicaState:
 
     def holds(self, policy_version: int, *, follows_updates: bool) -> bool:
         """Whether a version is held that may sample for attempts bound to ``policy_version``."""
-        if follows_updates:
-            return any(version >= policy_version for version in self.versions)
-        return policy_version in self.versions
+        return _may_sample(self.versions, policy_version, follows_updates=follows_updates)
+
+    def may_come_to_sample(self, request: GenerateRequest) -> bool:
+        """Whether a version is held, or is likely to be loaded again, that may sample for ``request``."""
+        known = self.versions | self.awaited_versions
+        return _may_sample(known, request.policy_version, follows_updates=request.follows_updates)
 
     def failed(self, error: str) -> None:
         """Half the weight; zero once it is small."""
@@ -81,6 +87,7 @@ class ReplicaState:
     def now_holds(self, versions: set[int]) -> None:
         """The versions that it serves."""
         self.versions = versions
+        self.awaited_versions = self.awaited_versions - versions
         self._note_change()
 
     def now_fits(self, capacity_tokens: int | None) -> None:
@@ -128,6 +135,12 @@ class ReplicaState:
     def _note_change(self) -> None:
         self._watcher(self.replica_id)
         self._on_change()
+
+
+def _may_sample(versions: set[int], policy_version: int, *, follows_updates: bool) -> bool:
+    if follows_updates:
+        return any(version >= policy_version for version in versions)
+    return policy_version in versions
 
 
 def _nobody(_replica_id: str) -> None:

@@ -25,13 +25,13 @@ import msgspec
 import xxhash
 
 from steelyard.errors import EngineError
+from steelyard.inference.conversations import Conversations
 from steelyard.inference.engine import KvRule
 from steelyard.inference.forecast import AnswerForecast
 from steelyard.inference.kv_blocks import Admitted, BlockTable, SequenceInfo, Wait
 from steelyard.types import FinishReason, GenerateRequest, GenerateResult, TokenChunk, VersionSpan
 
 _MAX_MOVES_PER_STEP = 2
-_MAX_ATTEMPTS = 10_000
 
 
 class WorkItem(msgspec.Struct, frozen=True, gc=False):
@@ -147,7 +147,7 @@ class Scheduler:
         self._finished: list[Finished] = []
         self._next_deadline_s = math.inf
         self._forecast = AnswerForecast()
-        self._ranks: dict[str, int] = {}
+        self._conversations = Conversations()
         self._num_added = 0
         self.prefill_tokens = 0
         self.decode_tokens = 0
@@ -193,6 +193,7 @@ class Scheduler:
         prompt = request.prompt_token_ids
         version = request.policy_version if version is None else version
         self._num_added += 1
+        rank, turn = self._conversations.begin_turn(request.attempt_id, request.sequence_key)
         info = SequenceInfo(
             sequence_id=request.request_id,
             sequence_key=request.sequence_key,
@@ -202,7 +203,8 @@ class Scheduler:
             projected_tokens=len(prompt) + request.sampling.max_tokens,
             max_tokens=len(prompt) + request.sampling.max_tokens,
             chain=self._blocks.chain(prompt),
-            rank=self._rank_of(request.attempt_id),
+            rank=rank,
+            turn=turn,
         )
         self._waiting[request.request_id] = SequenceState(
             request=request,
@@ -234,7 +236,7 @@ class Scheduler:
 
     def release(self, attempt_id: str) -> None:
         """The attempt has ended; nothing of it is retained any longer."""
-        self._ranks.pop(attempt_id, None)
+        self._conversations.release(attempt_id)
         self._blocks.release_attempt(attempt_id)
 
     def follow(self, version: int, kv: KvRule) -> None:
@@ -343,15 +345,6 @@ class Scheduler:
         if not 0.0 < sampling.top_p <= 1.0:
             raise EngineError(f"request {name}: top_p must be > 0 and <= 1, got {sampling.top_p}")
 
-    def _rank_of(self, attempt_id: str) -> int:
-        """The order in which attempts came. Some are never released; the oldest of too many is taken for a new one."""
-        rank = self._ranks.get(attempt_id)
-        if rank is None:
-            if len(self._ranks) >= _MAX_ATTEMPTS:
-                del self._ranks[next(iter(self._ranks))]
-            rank = self._ranks[attempt_id] = self._num_added
-        return rank
-
     def _make_room(self) -> None:
         """Give each running sequence the space that its next token needs, and evict where there is not enough."""
         for state in list(self._running.values()):
@@ -368,19 +361,22 @@ class Scheduler:
         """
         if len(self._running) >= self._max_running:
             return
+        anew = {state.arrival: not self._blocks.continues(state.info) for state in self._waiting.values()}
+        num_anew = sum(anew.values())
         # Sorting keeps the order of arrival among equals.
-        waiting = sorted(
-            self._waiting.values(), key=lambda state: (not self._blocks.continues(state.info), state.info.rank)
-        )
-        for state in waiting:
+        for state in sorted(self._waiting.values(), key=lambda held: (anew[held.arrival], held.info.rank)):
             if len(self._running) >= self._max_running:
                 return
             state.info = replace(state.info, projected_tokens=self._projection(state))
             is_eager = state.is_moved or self._is_worth_evicting(state)
-            admitted = self._blocks.admit(state.info, is_eager)
+            growth = self._conversations.growth(
+                num_anew - anew[state.arrival], self._blocks.capacity_tokens, self._blocks.row_tokens
+            )
+            admitted = self._blocks.admit(state.info, is_eager, growth)
             if admitted is Wait.NO_SPACE:
                 return
             if isinstance(admitted, Admitted):
+                num_anew -= anew[state.arrival]
                 self._start(state, admitted.num_cached, now_s)
 
     def _is_worth_evicting(self, state: SequenceState) -> bool:
@@ -444,7 +440,9 @@ class Scheduler:
             del self._running[sequence_id]
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 # The last token was sampled but never fed back, so it has no KV.
-                self._forecast.note(len(state.token_ids), state.request.sampling.max_tokens)
+                request = state.request
+                self._forecast.note(len(state.token_ids), request.sampling.max_tokens)
+                self._conversations.end_turn(request.attempt_id, request.sequence_key, state.num_known)
                 self._blocks.retain(sequence_id, (*state.request.prompt_token_ids, *state.token_ids[:-1]))
             else:
                 self._blocks.discard(sequence_id)

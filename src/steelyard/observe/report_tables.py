@@ -13,6 +13,7 @@ from steelyard.observe.rows import (
     EvaluationMode,
     EvaluationRow,
     EvaluationSplit,
+    PredictionRow,
     RouterRow,
     StageName,
     StageRow,
@@ -155,12 +156,25 @@ def facts(rows: Sequence[AnyRow]) -> tuple[Fact, ...]:
         found += _step_facts(steps)
     if routers := of_type(rows, RouterRow):
         found.append(_router_fact(routers))
+    found += _prediction_facts(of_type(rows, PredictionRow))
     use = time_use(steps)
     if use is not None:
         is_synchronous = all(step.lag_max == 0 for step in steps)
         bottleneck = name_bottleneck(use, mean_busy_frac(engines), is_synchronous)
         found.append(Fact(name="bottleneck", value=bottleneck.name, detail=bottleneck.reason))
     return tuple(found)
+
+
+def _prediction_facts(rows: Sequence[PredictionRow]) -> list[Fact]:
+    """How far each term is from the calibration by now."""
+    return [
+        Fact(
+            name=f"{row.term}, observed over calibrated",
+            value=significant(row.factor, 3),
+            detail=f"predictions with it were off by {percent(row.error_frac)} at the end, of {row.num_observed}",
+        )
+        for row in {row.term: row for row in rows}.values()
+    ]
 
 
 def _router_fact(routers: Sequence[RouterRow]) -> Fact:

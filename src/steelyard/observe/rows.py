@@ -210,7 +210,22 @@ class EvaluationRow(Row, frozen=True, kw_only=True, tag="evaluation"):
     all_calls_valid: str = ""
 
 
-AnyRow = StageRow | StepRow | EngineRow | RouterRow | EnvironmentRow | BooksRow | EvaluationRow
+class PredictionRow(Row, frozen=True, kw_only=True, tag="prediction"):
+    """A part of the run beside what ``allocation.calibration`` says of it.
+
+    ``predicted_s`` is the calibration's own. ``factor``: observed over predicted by now, robustly averaged;
+    ``error_frac``: what predictions times the factor were off by, typically.
+    """
+
+    term: str
+    predicted_s: float
+    observed_s: float
+    factor: float
+    error_frac: float
+    num_observed: int
+
+
+AnyRow = StageRow | StepRow | EngineRow | RouterRow | EnvironmentRow | BooksRow | EvaluationRow | PredictionRow
 _RowT = TypeVar("_RowT", bound=Row)
 _DECODER = msgspec.json.Decoder(AnyRow)
 

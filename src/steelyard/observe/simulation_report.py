@@ -53,7 +53,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
             name=scenario.name,
             subtitle=(
                 f"{scenario.devices.total} {setup.device.name}, {setup.model.name}, policy {scenario.policy.kind}, "
-                f"rollout {split.rollout} (tp {split.rollout_tp}), train {split.train}, reward {split.reward}"
+                f"rollout {split.rollout} ({split.pool}), train {split.train}, reward {split.reward}"
             ),
             headline=(
                 f"{result.bound_share:.1%} of the proven bound: {len(result.steps)} steps in "

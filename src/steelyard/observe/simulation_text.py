@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from steelyard.allocation.snapshot import Split
 from steelyard.observe.wording import duration
 from steelyard.sim.from_config import Assumed
 from steelyard.sim.scenario import Scenario
@@ -32,10 +33,14 @@ def header_lines(assumed: Assumed, setup: SimSetup) -> list[str]:
     scenario, split = assumed.scenario, assumed.scenario.split
     return [
         f"{scenario.name}: {scenario.devices.total} {setup.device.name}, {setup.model.name}, "
-        f"policy {scenario.policy.kind}, rollout={split.rollout} (tp {split.rollout_tp}) train={split.train} "
+        f"policy {scenario.policy.kind}, rollout={split.rollout} ({_pool(split)}) train={split.train} "
         f"reward={split.reward}",
         *(f"  note: {note}" for note in assumed.notes),
     ]
+
+
+def _pool(split: Split) -> str:
+    return split.pool if split.replicas else f"tp {split.rollout_tp}"
 
 
 def decision_lines(result: SimResult) -> list[str]:

@@ -259,21 +259,27 @@ class Client:
             raise self._closed_by
         call_id = self._next_id
         self._next_id += 1
-        pending = _PendingCall(method, asyncio.get_running_loop().create_future(), on_event)
+        loop = asyncio.get_running_loop()
+        pending = _PendingCall(method, loop.create_future(), on_event)
         self._pending[call_id] = pending
+        # The time-out is an answer like any other. A context manager would cost a call several times as much, and
+        # wait_for loses, in Python 3.11, a cancellation that comes together with the reply.
+        timer = loop.call_later(deadline_s, self._run_out, call_id, deadline_s)
         try:
             self._transport.write(frames.encode_with(call_id, "call", method, request))
-            # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the reply.
-            async with asyncio.timeout(deadline_s):
-                return await pending.done
-        except TimeoutError:
-            self._send_cancel(call_id)
-            raise DeadlineExceeded(f"{method} at {self._name}", (self._name,), deadline_s) from None
+            return await pending.done
         except asyncio.CancelledError:
             self._send_cancel(call_id)
             raise
         finally:
+            timer.cancel()
             del self._pending[call_id]
+
+    def _run_out(self, call_id: int, deadline_s: float) -> None:
+        pending = self._pending[call_id]
+        if not pending.done.done():
+            pending.done.set_exception(DeadlineExceeded(f"{pending.method} at {self._name}", (self._name,), deadline_s))
+            self._send_cancel(call_id)
 
     def _send_cancel(self, call_id: int) -> None:
         if not self._transport.is_closing():

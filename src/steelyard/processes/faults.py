@@ -22,7 +22,7 @@ class FaultPlan(Record, frozen=True, kw_only=True):
     journal, ``journal.*``, ``trace:*``, ``blob:*``, ``batch:*`` inside writes; in every child ``call:<endpoint>`` and
     ``reply:<endpoint>``; in the trainer ``gradients_ready``, ``stepped``, those of
     :mod:`steelyard.trainer.checkpoint`, and with the prefix ``publish:`` those of
-    :mod:`steelyard.weights.publisher`.
+    :mod:`steelyard.weights.publisher`; in a helper of the trainer ``micro_batch``, before each of a unit.
 
     ``then`` is the plan for the process that takes its place; without one that process lives.
     """

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from steelyard import errors
+from steelyard.packed_floats import encode_packed
 
 MAX_FRAME_BYTES = 512 << 20
 _LENGTH = struct.Struct(">I")
@@ -36,7 +37,7 @@ class ErrorBody(msgspec.Struct, array_like=True, frozen=True):
 
 
 _DECODER = msgspec.msgpack.Decoder(Frame)
-_ENCODER = msgspec.msgpack.Encoder()
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=encode_packed)
 NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
 
 

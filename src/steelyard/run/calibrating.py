@@ -36,6 +36,7 @@ from steelyard.allocation.roofline import Corrections, Roofline
 from steelyard.allocation.serving_cost import ServingCost
 from steelyard.config import Config
 from steelyard.errors import InputError
+from steelyard.inference.kv_ranges import RANGE_TOKENS
 from steelyard.run.directory import RunDirectory
 from steelyard.run.measured_work import Calls, train_and_publish
 from steelyard.run.one_replica import REPLICA, OneReplica, opened_replica
@@ -54,6 +55,8 @@ _START_CALL_S = 2e-3
 _LEAST_BUSY_S = 0.25
 """Shorter bursts say little of the share of cores: CPU time is counted in hundredths of a second."""
 _STEP_ROUNDS = 2
+_WARM_UP_TOKENS = 512
+"""Of prompts in a burst, at most, where it is run to warm up: what is long warms nothing that is not warm by then."""
 OnProgress = Callable[[str], None]
 
 
@@ -177,6 +180,7 @@ async def limits_of(one: OneReplica) -> EngineLimits:
         chunk_tokens=_VLLM_BATCHED_TOKENS if is_vllm else inference.prefill_chunk_tokens,
         kv_tokens=stats.kv_tokens_capacity,
         block_tokens=_VLLM_BLOCK_TOKENS if is_vllm else _LOCAL_BLOCK_TOKENS,
+        range_tokens=0 if is_vllm else RANGE_TOKENS,
     )
 
 
@@ -256,15 +260,16 @@ class _Bursts:
         return max(self._busy, default=0.0)
 
     async def points(self, kv_tokens: int) -> tuple[Point, ...]:
-        """Every burst once a round, after one round that warms up."""
+        """Every burst once a round, after one round of the short ones that warms up."""
         config = self._one.config
         planned = planned_bursts(config.model.max_context_tokens, config.inference.max_running, kv_tokens)
         taken: list[list[float]] = [[] for _ in planned]
-        for number in range(self._num_rounds + 1):
+        for one in planned:
+            if _burst(one).num_calls * _burst(one).prompt_tokens <= _WARM_UP_TOKENS:
+                await self._burst(_burst(one))
+        for number in range(1, self._num_rounds + 1):
             for one, times in zip(planned, taken, strict=True):
-                took_s = await self._burst(_burst(one))
-                if number:
-                    times.append(took_s)
+                times.append(await self._burst(_burst(one)))
             self._on_progress(f"serving, round {number} of {self._num_rounds}")
         return _points(planned, taken)
 

@@ -38,6 +38,7 @@ from steelyard.run.harnesses import check_harness
 from steelyard.run.journals import check_journal, open_journal_reader, require_new_journal
 from steelyard.run.news import News
 from steelyard.run.policy import check_policy, prepare_policy
+from steelyard.run.predicting import calibration_of, prediction_of
 from steelyard.run.scratch import scratch_folder
 from steelyard.run.tolerances import check_tolerances
 from steelyard.sandbox.function_calls import run_function_calls
@@ -58,6 +59,7 @@ def check_environment(config: Config) -> None:
     check_tolerances(config)
     check_engine(config)
     check_journal(config)
+    calibration_of(config)
 
 
 def start(config: Config, *, cache_dir: Path, fault: FaultPlan | None = None) -> int:
@@ -148,10 +150,12 @@ def _run_with_news(config: Config, directory: RunDirectory, cache_dir: Path, fau
 async def _run(config: Config, directory: RunDirectory, cache_dir: Path, news: News, fault: FaultPlan | None) -> None:
     # A polite kill (a batch system, a container that stops) ends the run as Ctrl-C does.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
+    policy_dir = await _policy_dir(config, directory, cache_dir, news)
+    news.compare_with(prediction_of(config, policy_dir))
     context = RunContext(
         config=config,
         directory=directory,
-        policy_dir=await _policy_dir(config, directory, cache_dir, news),
+        policy_dir=policy_dir,
         news=news,
         fault=fault,
     )

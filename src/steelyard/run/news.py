@@ -6,9 +6,10 @@ Nothing is decided here. A display that breaks does not break the run.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from steelyard.allocation.run_prediction import RunPrediction
 from steelyard.clock import Clock
 from steelyard.coordinator.books import Books
 from steelyard.coordinator.service import Coordinator
@@ -22,14 +23,17 @@ from steelyard.observe.rows import (
     BooksRow,
     EngineRow,
     EnvironmentRow,
+    PredictionRow,
     PromptBook,
     RouterRow,
     StageName,
     StageRow,
+    StepRow,
     TokenBook,
     write_row,
 )
 from steelyard.observe.statistics import quantile
+from steelyard.run.predicting import sampling_rows, step_rows
 from steelyard.types import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -91,6 +95,7 @@ class News:
         self._display = display
         self._clock = clock
         self._last_stats: dict[str, tuple[float, EngineStats]] = {}
+        self._prediction: RunPrediction | None = None
         self.counters = Counters()
         self.tools = ToolTimes()
 
@@ -98,6 +103,12 @@ class News:
         """Write and show a row."""
         write_row(self._file, row)
         show(self._display, row)
+        if self._prediction is not None and isinstance(row, StepRow):
+            self._write_all(step_rows(self._prediction, row))
+
+    def compare_with(self, prediction: RunPrediction | None) -> None:
+        """From now on write what each part takes beside what it should take."""
+        self._prediction = prediction
 
     def stage(self, name: StageName, detail: str = "") -> None:
         """The run entered a stage."""
@@ -147,6 +158,12 @@ class News:
             self._last_stats[name] = (now_s, stats)
             if before is not None:
                 self.row(engine_row(stats, before, now_s, now_s - before_s))
+                if self._prediction is not None:
+                    self._write_all(sampling_rows(self._prediction, stats, before, now_s))
+
+    def _write_all(self, rows: Sequence[PredictionRow]) -> None:
+        for row in rows:
+            write_row(self._file, row)
 
 
 def engine_row(stats: EngineStats, before: EngineStats, at_s: float, elapsed_s: float) -> EngineRow:

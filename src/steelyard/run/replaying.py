@@ -11,7 +11,8 @@ import msgspec
 from steelyard.allocation.devices import DeviceKind
 from steelyard.allocation.engine_limits import EngineLimits
 from steelyard.allocation.moving_cost import MovingCost, MovingRates
-from steelyard.allocation.observed_speeds import EngineSpeed, fit_engine
+from steelyard.allocation.observed_speeds import EngineSpeed, ObservedTurn, fit_engine, predicted_calls_s
+from steelyard.allocation.online import OnlineCalibration, OnlineError
 from steelyard.allocation.roofline import Corrections, Roofline
 from steelyard.allocation.serving_cost import ServingCost
 from steelyard.config import Config
@@ -24,6 +25,8 @@ from steelyard.types import Record
 _LIMITLESS = 1e15
 """Operations and bytes per second of a device whose every cost is what was measured, far above any roofline."""
 _LEAST_S = 1e-6
+CALLS, TRAINING, PUBLICATION = "model calls", "training", "publication"
+"""The terms of a run that are predicted and observed step by step."""
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -112,13 +115,15 @@ def element_bytes(config: Config) -> int:
 class Agreement(Record, frozen=True, kw_only=True):
     """How well a simulation predicts a run. ``late``: over the steps from which no speed was learnt; None without any.
 
-    Times in seconds; errors are shares of what was observed, positive where the simulation is slower.
+    Times in seconds; errors are shares of what was observed, positive where the simulation is slower. ``terms``: what
+    took how much longer than predicted in those steps, and how well the correction that follows it predicts the next.
     """
 
     observed_s: float
     predicted_s: float
     observed_late_s: float | None
     predicted_late_s: float | None
+    terms: tuple[OnlineError, ...] = ()
 
     @property
     def error_frac(self) -> float:
@@ -133,8 +138,13 @@ class Agreement(Record, frozen=True, kw_only=True):
         return self.predicted_late_s / self.observed_late_s - 1.0
 
 
-def agreement(observed: ObservedRun, predicted: Sequence[StepRecord], num_learnt: int) -> Agreement:
-    """Compare the steps of a run with those of its simulation."""
+def agreement(observed: ObservedRun, predicted: Sequence[StepRecord], speeds: Speeds, setup: SimSetup) -> Agreement:
+    """Compare the steps of a run with those of its simulation.
+
+    Args:
+        setup: the run as it was, without its speeds.
+    """
+    num_learnt = speeds.num_steps
     ends = [step.ended_at_s - step.publish_s - observed.started_at_s for step in observed.steps]
     told = [step.ended_at_s for step in predicted]
     has_late = num_learnt < len(ends)
@@ -143,7 +153,37 @@ def agreement(observed: ObservedRun, predicted: Sequence[StepRecord], num_learnt
         predicted_s=told[-1],
         observed_late_s=ends[-1] - ends[num_learnt - 1] if has_late else None,
         predicted_late_s=told[-1] - told[num_learnt - 1] if has_late else None,
+        terms=terms_since(observed, speeds, with_speeds(setup, speeds)).errors(),
     )
+
+
+def terms_since(observed: ObservedRun, speeds: Speeds, setup: SimSetup) -> OnlineCalibration:
+    """Each term corrected step by step, over the steps from which no speed was learnt.
+
+    Args:
+        setup: with those speeds.
+    """
+    found = OnlineCalibration()
+    layouts, devices = TrainLayouts(setup), observed.config.resources.train_gpus
+    write_s = MovingCost(
+        setup.model, Roofline(setup.device, setup.corrections), setup.rates, setup.element_bytes
+    ).write_s()
+    calls = sorted(zip(observed.turns, predicted_calls_s(observed.turns, speeds.serving), strict=True), key=_end_s)
+    since_s = observed.steps[speeds.num_steps - 1].ended_at_s
+    for step in observed.steps[speeds.num_steps :]:
+        batch = train_batch([setup.workload.group(place) for place in step.places])
+        trained_s = step.ended_at_s - step.publish_s - step.begun_at_s
+        found = found.observed(TRAINING, layouts.best(devices, batch).step_s(batch), trained_s)
+        found = found.observed(PUBLICATION, write_s, step.publish_s)
+        ended = [(turn, said_s) for turn, said_s in calls if since_s < turn.ended_at_s <= step.ended_at_s]
+        took_s = sum(turn.ended_at_s - turn.started_at_s for turn, _ in ended)
+        found = found.observed(CALLS, sum(said_s for _, said_s in ended), took_s)
+        since_s = step.ended_at_s
+    return found
+
+
+def _end_s(call: tuple[ObservedTurn, float]) -> float:
+    return call[0].ended_at_s
 
 
 def _train_compute(observed: ObservedRun, steps: Sequence[ObservedStep], setup: SimSetup) -> float:

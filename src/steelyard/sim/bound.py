@@ -36,9 +36,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from steelyard.allocation.architecture import check_tp
 from steelyard.allocation.moving_cost import MovingCost
 from steelyard.allocation.roofline import Roofline
-from steelyard.allocation.serving_cost import ServingCost, check_tp
+from steelyard.allocation.serving_cost import ServingCost
 from steelyard.allocation.snapshot import Limits
 from steelyard.allocation.training_cost import TrainBatch, least_device_s
 from steelyard.allocation.workload import GroupWork, TrajectoryWork
@@ -281,7 +282,7 @@ def serving_layouts(setup: SimSetup) -> tuple[ServingCost, ...]:
     found, reason = list[ServingCost](), "no device is left to serve"
     for tp in range(1, min(setup.num_devices, setup.device.devices_per_node) + 1):
         try:
-            check_tp(setup.model, roofline, tp)
+            check_tp(setup.model, tp, roofline.device.devices_per_node)
             found.append(ServingCost(setup.model, roofline, tp, setup.element_bytes))
         except InputError as error:
             reason = str(error)

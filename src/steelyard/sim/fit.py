@@ -24,7 +24,8 @@ def check_fit(setup: SimSetup, split: Split, limits: Limits) -> None:
         if number < 1:
             raise InputError(f"{setup.name}: {field} must be >= 1, got {number}")
     _check_reward(setup, split, limits)
-    _check_serving(setup, split)
+    for size in split.sizes:
+        check_serving(setup, size.tp)
     least = TrainLayouts(setup).least_devices(max(1, limits.min_train))
     if least > limits.min_train:
         raise InputError(
@@ -45,23 +46,27 @@ def _check_reward(setup: SimSetup, split: Split, limits: Limits) -> None:
         raise InputError(f"{setup.name}: reward.model must fit onto one device: {error}") from None
 
 
-def _check_serving(setup: SimSetup, split: Split) -> None:
-    """Every call of the work must fit into the KV memory of one replica."""
+def check_serving(setup: SimSetup, tp: int) -> None:
+    """Whether every call of the work fits into the KV memory of one replica of ``tp`` devices.
+
+    Raises:
+        InputError: it does not, or there can be no such replica; says what would fit.
+    """
     layouts = {layout.tp: layout for layout in serving_layouts(setup)}
     limit = setup.engine.kv_tokens
     longest = max(one.longest_context_tokens for group in setup.workload.groups for one in group.trajectories)
-    room = {tp: cost.kv_capacity_tokens if limit is None else limit for tp, cost in layouts.items()}
-    if room.get(split.rollout_tp, 0) >= longest:
+    room = {one: cost.kv_capacity_tokens if limit is None else limit for one, cost in layouts.items()}
+    if room.get(tp, 0) >= longest:
         return
-    fitting = [str(tp) for tp, tokens in room.items() if tokens >= longest]
+    fitting = [str(one) for one, tokens in room.items() if tokens >= longest]
     would = f"{' or '.join(fitting)} would fit" if fitting else "none would fit: a smaller context or a larger device"
-    if split.rollout_tp not in layouts:
+    if tp not in layouts:
         # Says whether the heads or the memory are in the way.
         try:
-            ServingCost(setup.model, Roofline(setup.device, setup.corrections), split.rollout_tp, setup.element_bytes)
+            ServingCost(setup.model, Roofline(setup.device, setup.corrections), tp, setup.element_bytes)
         except InputError as error:
-            raise InputError(f"{setup.name}: rollout_tp cannot be {split.rollout_tp}: {error}; {would}") from None
+            raise InputError(f"{setup.name}: rollout_tp cannot be {tp}: {error}; {would}") from None
     raise InputError(
         f"{setup.name}: rollout_tp must be one with KV memory for the longest context, {longest} tokens, got "
-        f"{split.rollout_tp} with room for {room.get(split.rollout_tp, 0)}; {would}"
+        f"{tp} with room for {room.get(tp, 0)}; {would}"
     )

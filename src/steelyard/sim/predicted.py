@@ -40,6 +40,7 @@ class Prediction:
             chunk_tokens=self.limits.chunk_tokens,
             kv_tokens_limit=self.limits.kv_tokens,
             block_tokens=self.limits.block_tokens,
+            range_tokens=self.limits.range_tokens,
         )
         for index in range(work.num_calls):
             prompt_tokens, new_tokens = work.prompt_tokens, work.new_tokens

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from steelyard.allocation.serving_cost import ServingCost, StepWork
 from steelyard.errors import InputError
 from steelyard.sim.kernel import Kernel, Timer
+from steelyard.sim.padded_reads import padded_tokens, place
 
 _KV_GROWTH = 0.04
 """A span ends when the KV that is read has grown by this share; the time of its steps is off by half of it at most."""
@@ -33,14 +34,14 @@ _MEMORY = 0.02
 @dataclass(eq=False, slots=True, kw_only=True)
 class SimCall:
     """One model call. ``prompt_tokens`` is the whole context; ``on_done`` is called when the last token is sampled,
-    ``on_lost`` by whoever evicts it.
+    ``on_lost``, with the number of sampled tokens, by whoever evicts it.
     """
 
     attempt_id: str
     prompt_tokens: int
     new_tokens: int
     on_done: Callable[[], None]
-    on_lost: Callable[[], None] | None = None
+    on_lost: Callable[[int], None] | None = None
     num_sampled: int = 0
     to_prefill: int = 0
     started: int = 0
@@ -86,6 +87,7 @@ class SimReplica:
         chunk_tokens: tokens of prompts that a step computes beside the batch, over all of them.
         kv_tokens_limit: of its KV memory, where an engine sets it; else what fits beside the weights.
         block_tokens: a kept prefix is used again in whole blocks of so many tokens.
+        range_tokens: see :class:`~steelyard.allocation.engine_limits.EngineLimits`.
     """
 
     name: str
@@ -95,6 +97,7 @@ class SimReplica:
     chunk_tokens: int = 2048
     kv_tokens_limit: int | None = None
     block_tokens: int = 1
+    range_tokens: int = 0
     totals: ReplicaTotals = field(default_factory=ReplicaTotals)
 
     def __post_init__(self) -> None:
@@ -349,7 +352,7 @@ class SimReplica:
             return
         num_steps = self._span_steps()
         self._make_room(num_running * num_steps)
-        grown = self._running_kv + num_running * num_steps / 2
+        grown = (self._read_tokens() if self.range_tokens else self._running_kv) + num_running * num_steps / 2
         chunk, pairs, num_ends = self._prompt_work(num_steps)
         work = StepWork(
             num_decoding=num_running,
@@ -401,6 +404,12 @@ class SimReplica:
                 break
         chunk = self.chunk_tokens - left
         return chunk, pairs, max(num_ends, min(chunk, 1))
+
+    def _read_tokens(self) -> int:
+        """Tokens of KV that a step reads now, where what is read together is padded."""
+        running = sorted(self._running, key=lambda call: place(call.order))
+        lengths = [call.prompt_tokens + self._num_steps - call.started for call in running]
+        return padded_tokens(lengths, len(self._kept), self.range_tokens)
 
     def _span_steps(self) -> int:
         limits = list[int]()

@@ -10,6 +10,7 @@ from random import Random
 from steelyard.allocation.roofline import Roofline
 from steelyard.allocation.serving_cost import ServingCost, StepWork
 from steelyard.sim.coordination import SimCoordinator
+from steelyard.sim.device_moves import Deaths
 from steelyard.sim.kernel import Kernel, Timer
 from steelyard.sim.setup import SimSetup
 from steelyard.types import ScoreJob
@@ -52,18 +53,22 @@ class RewardStage:
         """Trajectories that are being scored."""
         return len(self._open)
 
-    def join(self, num_devices: int) -> None:
+    def devices_by_size(self) -> dict[int, int]:
+        """Each device scores alone."""
+        return {1: self.num_devices}
+
+    def join(self, num_devices: int, size: int = 1) -> None:
         """More devices."""
         self.num_devices += num_devices
         self.look_soon()
 
-    def leave(self, num_devices: int, on_gone: Callable[[int], None]) -> None:
+    def leave(self, num_devices: int, size: int, on_gone: Callable[[int], None], *, is_last: bool = False) -> None:
         """So many go, as soon as they have nothing to do."""
         self._num_leaving += num_devices
         self._on_gone = on_gone
         self._let_go()
 
-    def die(self, num_devices: int, rng: Random) -> tuple[int, int]:
+    def die(self, num_devices: int, rng: Random) -> dict[int, Deaths]:
         """So many die, busy or not; what they scored waits for another. Those that stay die first."""
         busy = list(self._open) if self._cost is not None else []
         for drawn in sorted(rng.sample(range(self.num_devices), num_devices), reverse=True):
@@ -75,7 +80,7 @@ class RewardStage:
         num_of_leaving = max(0, self._num_leaving - self.num_devices)
         self._num_leaving -= num_of_leaving
         self.look_soon()
-        return num_devices, num_of_leaving
+        return {1: Deaths(num_devices, num_of_leaving)}
 
     def _let_go(self) -> None:
         idle = self.num_devices - (len(self._open) if self._cost is not None else 0)

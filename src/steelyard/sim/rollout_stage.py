@@ -11,11 +11,13 @@ from random import Random
 from typing import cast
 
 from steelyard.allocation.serving_cost import ServingCost
+from steelyard.allocation.work_sketch import LiveWork, WorkSketch, WorkSketcher, facts_of
 from steelyard.allocation.workload import TrajectoryWork
 from steelyard.inference.dispatcher import Dispatcher, Placed, Ticket
 from steelyard.inference.projection import Pace
 from steelyard.inference.replica_state import ReplicaState
 from steelyard.sim.coordination import SimCoordinator
+from steelyard.sim.device_moves import Deaths
 from steelyard.sim.kernel import Kernel
 from steelyard.sim.replica import ReplicaTotals, SimCall, SimReplica
 from steelyard.sim.setup import SimSetup
@@ -41,21 +43,25 @@ class _Attempt:
 
 @dataclass(eq=False, slots=True)
 class _Served:
-    """A replica with what the router knows of it. ``on_gone``: called once it is drained; None while it stays."""
+    """A replica with what the router knows of it. ``on_gone``: called once it is drained; None while it stays.
+
+    ``is_last``: no other stays, and none takes over what it still has: it goes when its open calls have ended.
+    """
 
     replica: SimReplica
     state: ReplicaState
     version: int
     on_gone: Callable[[int], None] | None = None
+    is_last: bool = False
 
 
 class RolloutStage:
     """All replicas, and the attempts that run on them.
 
     Args:
-        cost: of one replica.
-        newest: the newest version that a new replica has had the time to load.
-        on_joined: called when new replicas are there.
+        cost_of: the cost of a replica by its tensor-parallel size.
+        newest: the newest version that a new replica of a size has had the time to load.
+        on_joined: called when new replicas are there, with their size.
     """
 
     def __init__(
@@ -63,12 +69,12 @@ class RolloutStage:
         setup: SimSetup,
         kernel: Kernel,
         coordinator: SimCoordinator,
-        cost: ServingCost,
-        newest: Callable[[], int],
-        on_joined: Callable[[], None],
+        cost_of: Callable[[int], ServingCost],
+        newest: Callable[[int], int],
+        on_joined: Callable[[int], None],
     ) -> None:
         self._setup = setup
-        self._cost = cost
+        self._cost_of = cost_of
         self._newest, self._on_joined = newest, on_joined
         self._kernel = kernel
         self._coordinator = coordinator
@@ -80,7 +86,8 @@ class RolloutStage:
         self._tool_waits: deque[_Attempt] = deque()
         self._free_tools = setup.tool_slots
         self._is_dispatch_planned = self._is_leasing_planned = False
-        self._num_started = 0
+        self._num_started = self._num_in_tools = 0
+        self._sketcher = WorkSketcher()
         self._past = ReplicaTotals()
         self.num_live = 0
 
@@ -94,6 +101,22 @@ class RolloutStage:
         """Calls that wait for a place on a replica."""
         return self._dispatcher.num_waiting + sum(served.replica.num_waiting for served in self._served.values())
 
+    def devices_by_size(self) -> dict[int, int]:
+        """Devices of all replicas, by the size of the replica."""
+        found = dict[int, int]()
+        for served in self._served.values():
+            tp = served.replica.cost.tp
+            found[tp] = found.get(tp, 0) + tp
+        return found
+
+    def work(self) -> WorkSketch:
+        """What has ended and what is under way, as a policy sees it."""
+        num_open = sum(served.state.num_open for served in self._served.values())
+        live = LiveWork(
+            num_generating=num_open, num_in_tools=self._num_in_tools, num_waiting=self._dispatcher.num_waiting
+        )
+        return self._sketcher.sketch(live)
+
     def totals(self) -> ReplicaTotals:
         """Sums over all replicas that are or were; ``busy_s`` in device-seconds."""
         total = ReplicaTotals()
@@ -104,26 +127,27 @@ class RolloutStage:
 
     # --- replicas -------------------------------------------------------------------------------------
 
-    def join(self, num_devices: int) -> None:
-        """More devices, in replicas that hold the newest version proven, from now on."""
-        for _ in range(num_devices // self._cost.tp):
-            self._add_replica(self._newest())
-        self._on_joined()
+    def join(self, num_devices: int, size: int) -> None:
+        """More devices, in replicas of ``size`` that hold the newest version proven, from now on."""
+        for _ in range(num_devices // size):
+            self._add_replica(self._cost_of(size), self._newest(size))
+        self._on_joined(size)
         self._end_drained()
         self.dispatch_soon()
 
-    def _add_replica(self, version: int) -> None:
+    def _add_replica(self, cost: ServingCost, version: int) -> None:
         self._num_started += 1
         name = f"r{self._num_started:05d}"
         engine = self._setup.engine
         replica = SimReplica(
             name,
             self._kernel,
-            self._cost,
+            cost,
             max_running=self._setup.max_running,
             chunk_tokens=engine.chunk_tokens,
             kv_tokens_limit=engine.kv_tokens,
             block_tokens=engine.block_tokens,
+            range_tokens=engine.range_tokens,
         )
         state = ReplicaState(name, self._fleet, self.dispatch_soon)
         state.capacity_tokens = replica.kv_capacity_tokens
@@ -133,33 +157,52 @@ class RolloutStage:
         self._coordinator.loaded(name, version)
         state.now_holds({version})
 
-    def leave(self, num_devices: int, on_gone: Callable[[int], None]) -> None:
-        """The least loaded replicas drain: their open calls end, their attempts move at their tools' return."""
-        staying = [served for served in self._served.values() if served.on_gone is None]
+    def leave(self, num_devices: int, size: int, on_gone: Callable[[int], None], *, is_last: bool = False) -> None:
+        """The least loaded replicas of ``size`` drain: their open calls end, their attempts move at their tools'
+        return."""
+        staying = [one for one in self._served.values() if one.on_gone is None and one.replica.cost.tp == size]
         staying.sort(key=lambda served: (served.state.num_open, served.replica.name))
-        for served in staying[: num_devices // self._cost.tp]:
+        for served in staying[: num_devices // size]:
             served.on_gone = on_gone
             served.state.now_drains(True)
             self._end_if_drained(served)
+        if is_last:
+            self._close()
 
-    def die(self, num_devices: int, rng: Random) -> tuple[int, int]:
-        """So many devices die, and replicas with them: open calls are lost with their attempts.
+    def _close(self) -> None:
+        """Nobody stays: who is leaving ends its open calls and begins none, for no other could take its attempts."""
+        leaving = [served for served in self._served.values() if served.on_gone is not None]
+        for served in leaving:
+            served.is_last = True
+        for served in leaving:
+            self._end_if_drained(served)
 
-        Returns how many devices lose their replica, and how many of those were to leave.
-        """
-        number = min(len(self._served), -(-num_devices // self._cost.tp))
-        dying = [self._served[name] for name in rng.sample(list(self._served), number)]
-        for served in dying:
-            calls = served.replica.evict()
-            self._remove(served, "failed")
-            for call in calls:
-                if call.on_lost is not None:
-                    call.on_lost()
-        tp = self._cost.tp
-        return tp * len(dying), tp * sum(served.on_gone is not None for served in dying)
+    def die(self, num_devices: int, rng: Random) -> dict[int, Deaths]:
+        """So many devices die, and replicas with them: open calls are lost with their attempts. Any replica is hit as
+        likely as any other."""
+        smallest = min((served.replica.cost.tp for served in self._served.values()), default=1)
+        most = min(len(self._served), -(-num_devices // smallest))
+        deaths, num_gone = dict[int, Deaths](), 0
+        for name in rng.sample(list(self._served), most):
+            if num_gone >= num_devices:
+                break
+            served = self._served[name]
+            tp, is_leaving = served.replica.cost.tp, served.on_gone is not None
+            before = deaths.get(tp, Deaths(0, 0))
+            deaths[tp] = Deaths(before.num_gone + tp, before.num_of_leaving + tp * is_leaving)
+            num_gone += tp
+            self._fail(served)
+        return deaths
 
-    def update(self, version: int, pause_s: float, on_first: Callable[[], None]) -> None:
-        """Have every replica go over to ``version`` in place. ``on_first`` is called when the first has."""
+    def _fail(self, served: _Served) -> None:
+        calls = served.replica.evict()
+        self._remove(served, "failed")
+        for call in calls:
+            if call.on_lost is not None:
+                call.on_lost(call.num_sampled)
+
+    def update(self, version: int, size: int, pause_s: float, on_first: Callable[[], None]) -> None:
+        """Have every replica of ``size`` go over to ``version`` in place. ``on_first``: called when the first has."""
         told: list[str] = []
 
         def updated(served: _Served) -> None:
@@ -173,7 +216,8 @@ class RolloutStage:
                 told.append(served.replica.name)
                 on_first()
 
-        for served in [one for one in self._served.values() if one.version < version]:
+        behind = [one for one in self._served.values() if one.version < version and one.replica.cost.tp == size]
+        for served in behind:
             served.replica.update(pause_s, lambda served=served: updated(served), recompute=self._setup.recompute_kv)  # type: ignore[misc]
 
     # --- attempts -------------------------------------------------------------------------------------
@@ -241,8 +285,8 @@ class RolloutStage:
 
     def _dispatch(self) -> None:
         self._is_dispatch_planned = False
-        if not self._served:
-            # Whoever asks has to wait for the first replica: all have died, and others are on their way.
+        if all(served.is_last for served in self._served.values()):
+            # Whoever asks has to wait for the first replica: all have died, or go, and others are on their way.
             return
         for decision in self._dispatcher.dispatch(self._kernel.now_s()):
             attempt = self._waiting_attempts.pop(decision.ticket.request.request_id)
@@ -261,6 +305,8 @@ class RolloutStage:
         def done() -> None:
             result = self._result(ticket, served, turn.generated_tokens, cached, started_s)
             self._dispatcher.finish(ticket, placed.replica_id, result, self._kernel.now_s())
+            # It names its place in the queue, which names it: only a search of the whole heap would free the two.
+            ticket.entry = None
             attempt.num_tokens += turn.generated_tokens
             attempt.oldest = attempt.oldest if attempt.turn else version
             attempt.newest = max(attempt.newest, served.version)
@@ -268,9 +314,9 @@ class RolloutStage:
             self._end_if_drained(served)
             self.dispatch_soon()
 
-        def lost() -> None:
+        def lost(num_sampled: int) -> None:
             self._dispatcher.finish(ticket, placed.replica_id, None, self._kernel.now_s())
-            attempt.num_tokens += call.num_sampled
+            attempt.num_tokens += num_sampled
             self._lose(attempt, "replica_failed")
 
         call = SimCall(
@@ -320,14 +366,17 @@ class RolloutStage:
     def _seal(self, attempt: _Attempt) -> None:
         self._end(attempt)
         if self._coordinator.is_alive(attempt.lease):
+            self._sketcher.add(facts_of(attempt.trajectory), attempt.lease.group_id, self._coordinator.state.next_step)
             newest = max(attempt.oldest, attempt.newest)
             self._coordinator.sampled(attempt.lease, attempt.turn + 1, attempt.num_tokens, attempt.oldest, newest)
 
     def _use_tool(self, attempt: _Attempt) -> None:
+        self._num_in_tools += 1
         if self._free_tools is not None:
             self._free_tools -= 1
 
         def returned() -> None:
+            self._num_in_tools -= 1
             if self._free_tools is not None:
                 self._free_tools += 1
                 if self._tool_waits:
@@ -361,10 +410,12 @@ class RolloutStage:
 
     def _end_if_drained(self, served: _Served) -> None:
         name, on_gone = served.replica.name, served.on_gone
-        if on_gone is None or name not in self._served or not self._dispatcher.is_drained(name):
+        if on_gone is None or name not in self._served or served.state.num_open:
+            return
+        if not served.is_last and not self._dispatcher.is_drained(name):
             return
         self._remove(served, "retired")
-        on_gone(self._cost.tp)
+        on_gone(served.replica.cost.tp)
 
     def _remove(self, served: _Served, why: str) -> None:
         name = served.replica.name
@@ -382,6 +433,9 @@ def _tokens(number: int) -> tuple[int, ...]:
 
 
 def _add(total: ReplicaTotals, one: ReplicaTotals, num_devices: int) -> None:
-    for name in ("prefill_tokens", "decode_tokens", "cached_tokens", "recomputed_tokens", "num_put_back"):
-        setattr(total, name, getattr(total, name) + getattr(one, name))
+    total.prefill_tokens += one.prefill_tokens
+    total.decode_tokens += one.decode_tokens
+    total.cached_tokens += one.cached_tokens
+    total.recomputed_tokens += one.recomputed_tokens
+    total.num_put_back += one.num_put_back
     total.busy_s += one.busy_s * num_devices

@@ -11,7 +11,9 @@ from steelyard.allocation.architecture import Architecture, Experts
 from steelyard.allocation.calibration import Calibration
 from steelyard.allocation.devices import device_kind
 from steelyard.allocation.engine_limits import EngineLimits
+from steelyard.allocation.libra import LibraPolicy
 from steelyard.allocation.moving_cost import MovingRates
+from steelyard.allocation.planner import make_planner
 from steelyard.allocation.policies import FixedPolicy, QueuePolicy, RatioPolicy
 from steelyard.allocation.roofline import Corrections
 from steelyard.allocation.snapshot import Limits, Policy, Split
@@ -21,12 +23,15 @@ from steelyard.errors import InputError
 from steelyard.keys import closest, in_our_words, refuse_unknown_keys
 from steelyard.sim.faults import DeviceFailure, FailureRate, Faults, ToolOutage
 from steelyard.sim.oracle import find_oracle
-from steelyard.sim.setup import RewardWork, SimSetup
+from steelyard.sim.setup import RewardWork, SimSetup, cluster_model
 from steelyard.types.record import Record
 
 ENTRY_POINTS = "steelyard.policies"
 
 _OURS: Mapping[str, Callable[..., Policy]] = {"fixed": FixedPolicy, "queue": QueuePolicy, "ratio": RatioPolicy}
+_OF_A_CLUSTER: Mapping[str, Callable[..., Policy]] = {"libra": LibraPolicy, "planner": make_planner}
+"""Policies that are made for one cluster."""
+
 ORACLE = "oracle"
 
 
@@ -229,18 +234,20 @@ def policy_of(scenario: Scenario, setup: SimSetup) -> Policy:
         InputError: as :func:`make_policy`; the split cannot be.
     """
     part = scenario.policy
-    if part.kind != ORACLE:
+    if part.kind != ORACLE and part.kind not in _OF_A_CLUSTER:
         return make_policy(part)
     try:
+        if part.kind in _OF_A_CLUSTER:
+            return _OF_A_CLUSTER[part.kind](cluster_model(setup), **part.options)
         return find_oracle(setup, scenario.split, make_limits(scenario), scenario.seed, **part.options).policy
     except TypeError as error:
-        raise InputError(f"policy.options must be what oracle takes: {error}") from None
+        raise InputError(f"policy.options must be what {part.kind} takes: {error}") from None
 
 
 def make_policy(part: PolicyPart) -> Policy:
     """The policy by name, ours or one of another package (entry points of the group ``steelyard.policies``).
 
-    Not ``oracle``, which is made for one setup: see :func:`policy_of`.
+    Not those that are made for one setup: see :func:`policy_of`.
 
     Raises:
         InputError: there is none of that name, its package cannot be imported, or it does not take such options.
@@ -257,7 +264,7 @@ def make_policy(part: PolicyPart) -> Policy:
 
 def policy_names() -> tuple[str, ...]:
     """All that can be chosen: ours, then those of other packages. A name of ours is never taken by another."""
-    ours = (*_OURS, ORACLE)
+    ours = (*_OURS, *_OF_A_CLUSTER, ORACLE)
     outside = sorted({point.name for point in entry_points(group=ENTRY_POINTS)} - set(ours))
     return (*ours, *outside)
 

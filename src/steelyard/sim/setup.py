@@ -1,6 +1,7 @@
 """What is simulated: devices, model, work and rules, as plain records."""
 
 from steelyard.allocation.architecture import Architecture
+from steelyard.allocation.cluster_model import ClusterModel
 from steelyard.allocation.devices import DeviceKind
 from steelyard.allocation.engine_limits import EngineLimits
 from steelyard.allocation.moving_cost import MovingRates
@@ -113,3 +114,31 @@ class SimSetup(Record, frozen=True, kw_only=True):
     def admitted_groups(self) -> tuple[GroupWork, ...]:
         """The groups that a run without drops trains on, in the order in which they are admitted."""
         return tuple(self.workload.group(position) for position in range(self.num_steps * self.groups_per_batch))
+
+
+def cluster_model(setup: SimSetup) -> ClusterModel:
+    """What a planner may know of a setup beforehand: everything but the work; of that, the longest context that its
+    rules allow, which every replica must hold."""
+    return ClusterModel(
+        device=setup.device,
+        architecture=setup.model,
+        groups_per_batch=setup.groups_per_batch,
+        group_size=setup.group_size,
+        max_policy_lag=setup.max_policy_lag,
+        corrections=setup.corrections,
+        rates=setup.rates,
+        engine=setup.engine,
+        max_running=setup.max_running,
+        max_live=setup.max_live,
+        tool_slots=setup.tool_slots,
+        start_s=setup.start_s,
+        end_s=setup.end_s,
+        reward_function_s=setup.reward.function_s,
+        reward_slots=setup.reward.num_slots,
+        reward_model=setup.reward.model,
+        recompute_kv=setup.recompute_kv,
+        element_bytes=setup.element_bytes,
+        longest_context_tokens=max(
+            one.longest_context_tokens for group in setup.workload.groups for one in group.trajectories
+        ),
+    )

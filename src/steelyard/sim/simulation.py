@@ -17,8 +17,8 @@ from steelyard.coordinator.transitions import GroupState, RolloutState
 from steelyard.errors import InputError, RunError, SteelyardError
 from steelyard.sim.bound import Bound, lower_bound
 from steelyard.sim.coordination import SimCoordinator
-from steelyard.sim.device_moves import DeviceMoves, Stage
-from steelyard.sim.fit import check_fit
+from steelyard.sim.device_moves import DeviceMoves, Stage, Unit
+from steelyard.sim.fit import check_fit, check_serving
 from steelyard.sim.kernel import Kernel
 from steelyard.sim.reward_stage import RewardStage
 from steelyard.sim.rollout_stage import RolloutStage
@@ -115,12 +115,14 @@ class Simulation:
         self._setup, self._policy, self._policy_name = setup, policy, policy_name
         self.kernel = Kernel()
         roofline = Roofline(setup.device, setup.corrections)
-        self._serving = ServingCost(setup.model, roofline, split.rollout_tp, setup.element_bytes)
+        self._serving = {size.tp: self._serving_cost(size.tp) for size in split.sizes}
         self._moving = MovingCost(setup.model, roofline, setup.rates, setup.element_bytes)
-        self._written = self._newest_loaded = 0
+        self._first_tp = split.sizes[0].tp
+        self._written = self._first_version = 0
+        self._newest_loaded: dict[int, int] = {}
         self._coordinator = SimCoordinator(setup, self.kernel, seed, self._on_work, self._on_batch)
         self._rollout = RolloutStage(
-            setup, self.kernel, self._coordinator, self._serving, lambda: self._newest_loaded, self._on_replicas
+            setup, self.kernel, self._coordinator, self._serving_of, self._newest_of, self._on_replicas
         )
         self._train = TrainStage(
             setup, self.kernel, self._coordinator, limits.min_train, self._on_step, self._on_version
@@ -132,9 +134,8 @@ class Simulation:
             Role.REWARD: self._reward,
         }
         self._decisions, self._fault_lines = list[Decision](), list[str]()
-        switch_s = self._moving.switch_s(self._serving)
         self._moves = DeviceMoves(
-            self.kernel, setup.num_devices, split, limits, self._stages, switch_s, self._fault_lines.append
+            self.kernel, setup.num_devices, split, limits, self._stages, self._switch_s, self._fault_lines.append
         )
         self._faults_rng = Random(seed)
         self._bound = bound if bound is not None else lower_bound(setup, limits)
@@ -174,9 +175,9 @@ class Simulation:
         return self._result()
 
     def _start(self) -> None:
-        self._written = self._newest_loaded = self._coordinator.publish()
-        for role, stage in self._stages.items():
-            stage.join(self._moves.split.of(role))
+        self._written = self._first_version = self._coordinator.publish()
+        for unit, number in self._moves.units.items():
+            self._stages[unit.role].join(number, unit.size)
         self._window.append((0.0, 0.0, 0.0))
         self._moves.plan_faults(self._setup.faults, self._faults_rng)
 
@@ -190,26 +191,42 @@ class Simulation:
         self._train.look_soon()
 
     def _on_version(self, version: int) -> None:
-        """It is written: all replicas load it."""
+        """It is written: all replicas load it, at once."""
         self._written = version
-        serving = self._serving
-        alone_s = self._moving.load_s(serving) + self._moving.swap_s(serving)
-        self.kernel.after(alone_s, lambda: self._load_on_arrival(version))
-        num_replicas = max(1, self._moves.split.rollout // serving.tp)
-        self.kernel.after(self._moving.load_s(serving, num_replicas), lambda: self._update(version))
+        num_replicas = max(1, self._moves.split.num_replicas)
+        for tp, serving in self._serving.items():
+            alone_s = self._moving.load_s(serving) + self._moving.swap_s(serving)
+            self.kernel.after(alone_s, lambda tp=tp: self._load_on_arrival(version, tp))  # type: ignore[misc]
+            loaded_s = self._moving.load_s(serving, num_replicas)
+            self.kernel.after(loaded_s, lambda tp=tp: self._update(version, tp))  # type: ignore[misc]
 
-    def _load_on_arrival(self, version: int) -> None:
+    def _load_on_arrival(self, version: int, tp: int) -> None:
         """Replicas that come from now on have had the time to load it on their way."""
-        self._newest_loaded = version
+        self._newest_loaded[tp] = version
 
-    def _update(self, version: int) -> None:
-        self._rollout.update(version, self._moving.swap_s(self._serving), self._train.look_soon)
+    def _update(self, version: int, tp: int) -> None:
+        self._rollout.update(version, tp, self._moving.swap_s(self._serving[tp]), self._train.look_soon)
 
-    def _on_replicas(self) -> None:
+    def _on_replicas(self, tp: int) -> None:
         """Some have come, and may have begun to load before the newest version was written."""
         version = self._written
-        if version > self._newest_loaded:
-            self.kernel.after(self._moving.load_s(self._serving), lambda: self._update(version))
+        if version > self._newest_of(tp):
+            self.kernel.after(self._moving.load_s(self._serving[tp]), lambda: self._update(version, tp))
+
+    def _newest_of(self, tp: int) -> int:
+        """The newest version that a replica that comes now has had the time to load."""
+        return self._newest_loaded.get(tp, self._first_version)
+
+    def _serving_of(self, tp: int) -> ServingCost:
+        return self._serving[tp]
+
+    def _switch_s(self, unit: Unit) -> float:
+        """What it takes a device to get there. A replica of another size is a new one: it loads its part anew."""
+        return self._moving.switch_s(self._serving[unit.size if unit.role is Role.ROLLOUT else self._first_tp])
+
+    def _serving_cost(self, tp: int) -> ServingCost:
+        roofline = Roofline(self._setup.device, self._setup.corrections)
+        return ServingCost(self._setup.model, roofline, tp, self._setup.element_bytes)
 
     def _on_step(self, record: StepRecord) -> None:
         totals = self._rollout.totals()
@@ -222,11 +239,7 @@ class Simulation:
             # The dead have left a role below its minimum, and no other can help: there is nothing to decide.
             return
         plan = checked(self._policy_name, self._ask(snapshot), snapshot)
-        if plan.split.rollout_tp != snapshot.split.rollout_tp:
-            raise InputError(
-                f"policy {self._policy_name}: rollout_tp must stay {snapshot.split.rollout_tp} in a simulation, "
-                f"got {plan.split.rollout_tp}"
-            )
+        plan = self._with_known_sizes(plan, snapshot)
         if plan.split != snapshot.split and snapshot.is_moving:
             # One move at a time, as live: devices on their way cannot be given away again.
             plan = Plan(split=snapshot.split, reason=f"a move is under way, {plan.split} has to wait")
@@ -243,6 +256,22 @@ class Simulation:
         )
         if is_change:
             self._moves.carry_out(plan.split)
+
+    def _with_known_sizes(self, plan: Plan, snapshot: Snapshot) -> Plan:
+        """The plan, its sizes of replicas made known; where the work does not fit into one the last plan stays.
+
+        A size that is new is taken to have loaded what the first one has: whoever takes it up loads on the way.
+        """
+        for size in plan.split.sizes:
+            if size.tp in self._serving:
+                continue
+            try:
+                check_serving(self._setup, size.tp)
+            except InputError as error:
+                return Plan(split=snapshot.split, reason=f"refused: {error}")
+            self._serving[size.tp] = self._serving_cost(size.tp)
+            self._newest_loaded[size.tp] = self._newest_of(self._first_tp)
+        return plan
 
     def _ask(self, snapshot: Snapshot) -> Plan:
         try:
@@ -299,8 +328,9 @@ class Simulation:
             train_backlog=done if plan is not None else 0,
             reward_queue=unscored - self._reward.num_open,
             times=self._stage_times(),
-            switch_s=self._moving.switch_s(self._serving),
+            switch_s=self._moving.switch_s(self._serving[self._first_tp]),
             is_moving=self._moves.is_moving,
+            work=self._rollout.work(),
         )
 
     def _stage_times(self) -> StageTimes:

@@ -18,6 +18,7 @@ from steelyard.coordinator.records import BatchPlan
 from steelyard.errors import InputError
 from steelyard.sim.bound import train_batch
 from steelyard.sim.coordination import SimCoordinator
+from steelyard.sim.device_moves import Deaths
 from steelyard.sim.kernel import Kernel, Timer
 from steelyard.sim.setup import SimSetup
 from steelyard.types.record import Record
@@ -82,20 +83,24 @@ class TrainStage:
         """Devices that the next step will use."""
         return self._num_devices
 
-    def join(self, num_devices: int) -> None:
+    def devices_by_size(self) -> dict[int, int]:
+        """Each device comes and goes alone."""
+        return {1: self._num_devices}
+
+    def join(self, num_devices: int, size: int = 1) -> None:
         """More devices, from the next step on."""
         self._num_devices += num_devices
         self.look_soon()
 
-    def leave(self, num_devices: int, on_gone: Callable[[int], None]) -> None:
+    def leave(self, num_devices: int, size: int, on_gone: Callable[[int], None], *, is_last: bool = False) -> None:
         """So many go once no step is under way."""
         self._num_leaving += num_devices
         self._on_gone = on_gone
         if self._end is None:
             self._let_go()
 
-    def die(self, num_devices: int, rng: Random) -> tuple[int, int]:
-        """So many die: the step under way is lost. How many are gone, and how many of those were to leave."""
+    def die(self, num_devices: int, rng: Random) -> dict[int, Deaths]:
+        """So many die: the step under way is lost."""
         self._num_devices -= num_devices
         num_of_leaving = max(0, self._num_leaving - self._num_devices)
         self._num_leaving -= num_of_leaving
@@ -106,7 +111,7 @@ class TrainStage:
             self._end = None
             self._kernel.after(0.0, self._let_go)
         self._kernel.at(self._restarted_at_s, self.look_soon)
-        return num_devices, num_of_leaving
+        return {1: Deaths(num_devices, num_of_leaving)}
 
     def _let_go(self) -> None:
         number, on_gone = self._num_leaving, self._on_gone

@@ -63,7 +63,8 @@ class DurableWriter:
         fault: called as ``fault("<name>:<point>")`` with each of ``WRITE_POINTS``, once a file. An OSError
             that it raises is treated as the disk's.
         deadline_s: how long a caller waits for the disk.
-        before_group: blocking work done in the thread before each group.
+        before_group: blocking work that must be done before any file of a group has its name, such as another flush;
+            it runs while the files are flushed. A ``StorageFailed`` of it fails the group.
         spare_younger_s: other processes may write here too: only what was left for so long is removed from
             ``temporary``, for it may be in the middle of its way.
     """
@@ -151,8 +152,6 @@ class DurableWriter:
 
     def _write_group(self, group: list[PendingWrite]) -> None:
         """In the thread: all temporary files first, then their flushes, then the renames, then the directories."""
-        if self._before_group is not None:
-            self._before_group()
         changed: dict[Path, list[PendingWrite]] = {}
         _run(self._stage, group)
         self._sync(group)
@@ -180,8 +179,17 @@ class DurableWriter:
         """Flush and close what was staged, some at a time. Each thread takes every n-th file."""
         num_threads = min(_MAX_SYNCERS, len(group))
         shares = [group[place::num_threads] for place in range(num_threads)]
-        for _ in map(_sync_all, shares) if num_threads == 1 else self._syncers.map(_sync_all, shares):
-            pass
+        running = [self._syncers.submit(_sync_all, share) for share in shares[1:]]
+        before = None if self._before_group is None else self._syncers.submit(self._before_group)
+        _sync_all(shares[0])
+        for done in running:
+            done.result()
+        if before is not None:
+            try:
+                before.result()
+            except StorageFailed as error:
+                for entry in group:
+                    entry.error = entry.error or error
         _run(lambda _: self._fault(f"{self._name}:fsynced"), group)
 
     def _rename(self, changed: dict[Path, list[PendingWrite]], entry: PendingWrite) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from steelyard.traces.open_traces import outline_of
 from steelyard.traces.store import tokens_by_version
 from steelyard.types import Trace, Turn
 
@@ -54,7 +55,7 @@ def token_lines(trace: Trace, segment_index: int, decode: Decode) -> list[str]:
             f"{position:6d} {token:7d} {_MASKED} {'':>5} {'':>9} {'':>8}  {decode((token,))!r}"
             for position, token in enumerate(turn.prompt_token_ids[len(lines) :], start=len(lines))
         ]
-        versions = [version for version, count in tokens_by_version(turn) for _ in range(count)]
+        versions = [version for version, count in tokens_by_version(outline_of(turn)) for _ in range(count)]
         rows = zip(turn.token_ids, turn.logprobs, turn.kept_logmass, versions, strict=True)
         lines += [
             f"{position:6d} {token:7d} {_SAMPLED} {version:5d} {logprob:9.4f} {kept:8.4f}  {decode((token,))!r}"
@@ -65,7 +66,7 @@ def token_lines(trace: Trace, segment_index: int, decode: Decode) -> list[str]:
 
 def _turn_lines(turn: Turn, before: Turn | None, decode: Decode) -> list[str]:
     num_known = 0 if before is None else len(before.prompt_token_ids) + len(before.token_ids)
-    versions = ", ".join(f"v{version} x {count}" for version, count in tokens_by_version(turn))
+    versions = ", ".join(f"v{version} x {count}" for version, count in tokens_by_version(outline_of(turn)))
     mean = sum(turn.logprobs) / len(turn.logprobs) if turn.logprobs else 0.0
     sampling = turn.sampling
     return [

@@ -14,6 +14,7 @@ import msgspec
 import xxhash
 
 from steelyard.errors import IntegrityError
+from steelyard.packed_floats import encode_packed
 from steelyard.traces.durable_writer import storage_failed
 from steelyard.traces.ledger import append_whole
 from steelyard.traces.sealed import check_attempt_id, trace_path
@@ -22,32 +23,42 @@ from steelyard.types import Turn, VersionSpan
 _FRAME = struct.Struct("<IQ")
 _MAX_DESCRIPTORS = 4096
 _MAX_SPARE = 256
-_TURN_ENCODER = msgspec.msgpack.Encoder()
+_TURN_ENCODER = msgspec.msgpack.Encoder(enc_hook=encode_packed)
 _TURN_DECODER = msgspec.msgpack.Decoder(Turn)
 
 
 class TurnOutline(msgspec.Struct, frozen=True, kw_only=True):
-    """What sealing must know of a turn, without its prompt and its tokens."""
+    """What sealing must know of a turn."""
 
-    attempt_id: str
     turn_index: int
     segment_index: int
-    token_ids: tuple[int, ...]
+    num_tokens: int
     version_spans: tuple[VersionSpan, ...]
 
 
-_OUTLINE_DECODER = msgspec.msgpack.Decoder(TurnOutline)
+def outline_of(turn: Turn) -> TurnOutline:
+    """The outline of a turn."""
+    return TurnOutline(
+        turn_index=turn.turn_index,
+        segment_index=turn.segment_index,
+        num_tokens=len(turn.token_ids),
+        version_spans=turn.version_spans,
+    )
 
 
 class _OpenFile:
-    """A file that stays open, and its size, which nobody else changes."""
+    """A file that stays open, and its size, which nobody else changes.
 
-    __slots__ = ("descriptor", "num_bytes", "path")
+    ``outlines``: of the turns in it, in order; None where this process did not write all of them.
+    """
+
+    __slots__ = ("descriptor", "num_bytes", "outlines", "path")
 
     def __init__(self, path: str, descriptor: int, num_bytes: int) -> None:
         self.path = path
         self.descriptor = descriptor
         self.num_bytes = num_bytes
+        self.outlines: list[TurnOutline] | None = None if num_bytes else []
 
     def delete(self) -> None:
         os.close(self.descriptor)
@@ -84,6 +95,8 @@ class OpenTraces:
         frame = encode_frame(turn, self._frame)
         append_whole(file.descriptor, file.path, frame, num_bytes_before)
         file.num_bytes += len(frame)
+        if file.outlines is not None:
+            file.outlines.append(outline_of(turn))
         return num_bytes_before
 
     def retract(self, attempt_id: str, num_bytes: int) -> None:
@@ -99,6 +112,7 @@ class OpenTraces:
             raise storage_failed(path, error) from error
         if attempt_id in self._files:
             self._files[attempt_id].num_bytes = num_bytes
+            self._files[attempt_id].outlines = None
 
     def turns(self, attempt_id: str) -> tuple[Turn, ...]:
         """The turns in order, without a torn last frame; empty where there is no open trace.
@@ -109,19 +123,23 @@ class OpenTraces:
         return read_frames(self._path(attempt_id), self._read(attempt_id))
 
     def payloads(self, attempt_id: str) -> tuple[tuple[memoryview, ...], tuple[TurnOutline, ...]]:
-        """The msgpack bytes of the turns, and their outlines; as :meth:`turns`, but most is not decoded.
+        """The msgpack bytes of the turns, and their outlines; as :meth:`turns`, but nothing is decoded that is known.
 
         Raises:
             IntegrityError: a frame before the last one is damaged.
         """
         payloads = tuple(read_payloads(self._path(attempt_id), self._read(attempt_id)))
-        return payloads, tuple(_OUTLINE_DECODER.decode(payload) for payload in payloads)
+        file = self._files.get(attempt_id)
+        if file is not None and file.outlines is not None and len(file.outlines) == len(payloads):
+            return payloads, tuple(file.outlines)
+        return payloads, tuple(outline_of(_TURN_DECODER.decode(payload)) for payload in payloads)
 
     def remove(self, attempt_id: str) -> None:
         """Empty an open trace, if there is one; from here on there is none."""
         file = self._files.pop(attempt_id, None)
         if file is None:
-            trace_path(self._directory, attempt_id).unlink(missing_ok=True)
+            if self._path(attempt_id) not in self._spare:
+                trace_path(self._directory, attempt_id).unlink(missing_ok=True)
             return
         if len(self._spare) < min(_MAX_SPARE, self._max_files // 2):
             try:
@@ -130,6 +148,7 @@ class OpenTraces:
                 pass  # deleting it may still go well
             else:
                 file.num_bytes = 0
+                file.outlines = []
                 self._spare[file.path] = file
                 return
         file.delete()
@@ -164,10 +183,8 @@ class OpenTraces:
             data = os.pread(file.descriptor, file.num_bytes, 0)
             if len(data) == file.num_bytes:
                 return data
-        try:
-            return Path(self._path(attempt_id)).read_bytes()
-        except FileNotFoundError:
-            return b""
+        path = self._path(attempt_id)
+        return Path(path).read_bytes() if os.access(path, os.F_OK) else b""
 
     def _file(self, attempt_id: str) -> _OpenFile:
         file = self._files.get(attempt_id)
@@ -186,11 +203,11 @@ class OpenTraces:
         """An empty file under its new name; None where there is none, or where ``path`` is another's."""
         if path in self._spare:
             return self._spare.pop(path)
-        if not self._spare or Path(path).exists():
+        if not self._spare or os.access(path, os.F_OK):
             return None
         file = self._spare.popitem()[1]
         try:
-            Path(file.path).rename(path)
+            os.rename(file.path, path)  # noqa: PTH104 (of the time of a call, pathlib takes more than the disk)
         except OSError:  # whoever took it away did not take its name to be ours
             os.close(file.descriptor)
             return None

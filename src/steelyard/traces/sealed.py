@@ -3,6 +3,7 @@
 A sealed trace is its digest in hex, a newline, and the msgpack bytes of the Trace that the digest is over.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ class SealedTraces:
 
     def is_sealed(self, attempt_id: str) -> bool:
         """Whether the attempt has a sealed trace."""
-        return trace_path(self._sealed, attempt_id).exists()
+        return os.access(f"{self._sealed}/{check_attempt_id(attempt_id)}", os.F_OK)
 
     def read_now(self, attempt_id: str) -> tuple[Trace, str]:
         """The sealed trace and its digest, which was checked; blocking.

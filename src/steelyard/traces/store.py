@@ -17,7 +17,7 @@ from pathlib import Path
 from steelyard.errors import IntegrityError, Refused
 from steelyard.traces.durable_writer import DurableWriter, FaultHook, no_fault
 from steelyard.traces.objects import ObjectStore
-from steelyard.traces.open_traces import OpenTraces, TurnOutline
+from steelyard.traces.open_traces import OpenTraces, TurnOutline, outline_of
 from steelyard.traces.sealed import SealedTraces, check_attempt_id, decode_sealed, splice_sealed, trace_path
 from steelyard.types import EndReason, SealedTrace, ToolRecord, Trace, Turn
 
@@ -31,8 +31,8 @@ class TraceStore:
     Args:
         root: made where it is missing.
         fault: called at the points ``trace:<point>`` of a sealing write, and at ``trace:appended``.
-        before_seal: blocking work done in the writer's thread before a group of traces becomes durable, such
-            as flushing the ledger that counts the same tokens.
+        before_seal: blocking work done in a thread before any of a group of traces counts as sealed, such as
+            flushing the ledger that counts the same tokens.
         archive: where sealed traces are kept; None keeps them in ``root``. It is not closed here.
     """
 
@@ -110,7 +110,7 @@ class TraceStore:
             trace, digest = decode_sealed(attempt_id, data, str(path))
             if (trace.end_reason, trace.tools) != (end_reason, tools):
                 raise Refused("double", f"{attempt_id} was sealed as {trace.end_reason}, and now as {end_reason}")
-            turns: Sequence[Turn | TurnOutline] = trace.turns
+            turns = tuple(map(outline_of, trace.turns))
         else:
             payloads, turns = self._whole_turns(attempt_id)
             data, digest = splice_sealed(attempt_id, payloads, end_reason, tools)
@@ -183,9 +183,16 @@ class TraceStore:
     def _sweep(self, keep: Set[str], before_s: float) -> tuple[str, ...]:
         deleted = set()
         for path in (*self._open.paths(), *self._sealed.iterdir()):
-            if path.name not in keep and path.stat().st_mtime < before_s:
+            if path.name in keep:
+                continue
+            try:
+                if path.stat().st_mtime >= before_s:
+                    continue
                 path.unlink()
-                deleted.add(path.name)
+            except FileNotFoundError:
+                # It was sealed, forgotten or thrown away since the folder was listed.
+                continue
+            deleted.add(path.name)
         return tuple(sorted(deleted))
 
 
@@ -210,10 +217,10 @@ async def read_archived(archive: ObjectStore, attempt_id: str) -> tuple[Trace, s
 
 
 def describe(
-    attempt_id: str, turns: Sequence[Turn | TurnOutline], end_reason: EndReason, digest: str, bound_version: int
+    attempt_id: str, turns: Sequence[TurnOutline], end_reason: EndReason, digest: str, bound_version: int
 ) -> SealedTrace:
     """What the coordinator keeps of a trace; ``mean_version`` is weighted by sampled tokens."""
-    num_tokens = sum(len(turn.token_ids) for turn in turns)
+    num_tokens = sum(turn.num_tokens for turn in turns)
     versions = {span.version for turn in turns for span in turn.version_spans} or {bound_version}
     weighted = sum(num * version for turn in turns for version, num in tokens_by_version(turn))
     return SealedTrace(
@@ -229,8 +236,8 @@ def describe(
     )
 
 
-def tokens_by_version(turn: Turn | TurnOutline) -> tuple[tuple[int, int], ...]:
+def tokens_by_version(turn: TurnOutline) -> tuple[tuple[int, int], ...]:
     """(version, number of sampled tokens) of each span of a turn, in order."""
     starts = [span.start for span in turn.version_spans]
-    ends = [*starts[1:], len(turn.token_ids)]
+    ends = [*starts[1:], turn.num_tokens]
     return tuple((span.version, end - span.start) for span, end in zip(turn.version_spans, ends, strict=True))

@@ -1,13 +1,20 @@
 """Calls to a trainer process. Imports no torch."""
 
+from pathlib import Path
+
 from steelyard.processes.channel import Client
 from steelyard.trainer.records import (
+    ATTACH,
     CHECKPOINT,
+    DETACH,
     PUBLISH,
     STATE,
     TRAIN,
+    AttachRequest,
     CheckpointReport,
     CheckpointRequest,
+    DetachRequest,
+    HelperStates,
     PublishRequest,
     StateRequest,
     TrainerState,
@@ -16,6 +23,7 @@ from steelyard.trainer.records import (
 from steelyard.types import Manifest, StepReport
 
 _STATE_DEADLINE_S = 10.0
+_ATTACH_DEADLINE_S = 30.0
 
 
 class TrainerClient:
@@ -41,6 +49,24 @@ class TrainerClient:
     async def checkpoint(self, request: CheckpointRequest) -> CheckpointReport:
         """See :meth:`steelyard.trainer.trainer.Trainer.checkpoint`; raises also DeadlineExceeded, RemoteFailed."""
         return await self._client.call(CHECKPOINT, request, deadline_s=self._step_deadline_s)
+
+    async def attach(self, name: str, socket_path: Path) -> HelperStates:
+        """Let the worker that listens on ``socket_path`` help; returns at once, it loads and joins by itself.
+
+        Raises:
+            Refused: a helper of this name is here (``double``).
+            DeadlineExceeded: nobody listens there.
+        """
+        request = AttachRequest(name=name, socket_path=str(socket_path))
+        return await self._client.call(ATTACH, request, deadline_s=_ATTACH_DEADLINE_S)
+
+    async def detach(self, name: str) -> HelperStates:
+        """Let a helper go, at any moment.
+
+        Raises:
+            Refused: there is none of this name (``unknown``).
+        """
+        return await self._client.call(DETACH, DetachRequest(name=name), deadline_s=_ATTACH_DEADLINE_S)
 
     async def state(self) -> TrainerState:
         """The trainer's state; answered also while a step is under way."""

@@ -39,6 +39,23 @@ class OptimizerSettings(Record, frozen=True, kw_only=True):
     max_grad_norm: float = 1.0
 
 
+class ElasticSettings(Record, frozen=True, kw_only=True):
+    """How a trainer shares the units of a step with workers that help it.
+
+    ``unit_deadline_s``: how long a worker may have a unit; ``pull_deadline_s``: how long one chunk of at most
+    ``chunk_bytes`` may take on its way, either way. Units further than ``max_ahead_units`` behind the next to be added
+    are not given out, which bounds the sums that are kept. A unit that is out for longer than ``straggler_factor``
+    times the median is given to another worker too.
+    """
+
+    unit_deadline_s: float = 120.0
+    pull_deadline_s: float = 20.0
+    prove_deadline_s: float = 60.0
+    chunk_bytes: int = 4 << 20
+    max_ahead_units: int = 16
+    straggler_factor: float = 2.0
+
+
 class TrainerSettings(Record, frozen=True, kw_only=True):
     """What a trainer needs to start. ``checkpoints_dir`` is that of the run; ``num_threads`` of torch."""
 
@@ -48,6 +65,7 @@ class TrainerSettings(Record, frozen=True, kw_only=True):
     keep_checkpoints: int = 2
     num_threads: int = 1
     seed: int = 0
+    elastic: ElasticSettings = ElasticSettings()
 
 
 class TrainRequest(Record, frozen=True, kw_only=True):
@@ -86,6 +104,32 @@ class CheckpointReport(Record, frozen=True, kw_only=True):
     weights_digest: str
 
 
+class AttachRequest(Record, frozen=True, kw_only=True):
+    """Let the worker that listens on ``socket_path`` help with units of steps, under ``name``."""
+
+    name: str
+    socket_path: str
+
+
+class DetachRequest(Record, frozen=True, kw_only=True):
+    """Let a helper go."""
+
+    name: str
+
+
+class HelperState(Record, frozen=True, kw_only=True):
+    """A helper and the version that it has proven; None while it loads."""
+
+    name: str
+    version: int | None
+
+
+class HelperStates(Record, frozen=True, kw_only=True):
+    """Who helps."""
+
+    helpers: tuple[HelperState, ...]
+
+
 class StateRequest(Record, frozen=True, kw_only=True):
     """Ask for the trainer's state."""
 
@@ -103,9 +147,12 @@ class TrainerState(Record, frozen=True, kw_only=True):
     is_busy: bool
     num_parameters: int
     checkpoint_extra: bytes = b""
+    helpers: tuple[HelperState, ...] = ()
 
 
 TRAIN = Endpoint("trainer.train_step", TrainRequest, StepReport)
 PUBLISH = Endpoint("trainer.publish", PublishRequest, Manifest)
 CHECKPOINT = Endpoint("trainer.checkpoint", CheckpointRequest, CheckpointReport)
+ATTACH = Endpoint("trainer.attach", AttachRequest, HelperStates)
+DETACH = Endpoint("trainer.detach", DetachRequest, HelperStates)
 STATE = Endpoint("trainer.state", StateRequest, TrainerState)

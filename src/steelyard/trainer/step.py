@@ -1,116 +1,124 @@
-"""One optimizer step over the micro-batches of a step batch.
+"""The gradient of one lease unit, and of a whole batch as the sum of its units' gradients in their order."""
 
-Samples whose advantage is exactly 0 contribute exactly 0 to the gradient where neither a KL nor an entropy term is
-asked for. Their rows are then not computed at all; they still count in the loss denominator (they are trained, with no
-signal) and are counted in the step's sums. The loss denominator never changes with what is left out.
-"""
-
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from steelyard.errors import IntegrityError
 from steelyard.trainer.loss import LossSums, TokenBatch, policy_loss
 from steelyard.trainer.model import logits_at
 from steelyard.trainer.records import LossSettings
+from steelyard.trainer.unit_sums import Gradients, UnitSums
+from steelyard.trainer.units import LeaseUnit, StepUnits, cut_units, read_arrays
 from steelyard.types import MicroBatch, StepBatch
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a micro-batch that are computed.
+    """The rows of a micro-batch, as the model takes them.
 
     ``token_ids`` int64 [num_rows, num_columns]; ``positions`` int64 [N], where the logits of the sampled tokens
-    stand in the flattened rows; ``tokens`` those tokens; ``num_tokens`` real tokens in these rows.
+    stand in the flattened rows; ``tokens`` those tokens.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     tokens: TokenBatch
-    num_tokens: int
 
 
-@dataclass
-class StepSums:
-    """What one step did, over all its micro-batches."""
-
-    loss: LossSums
-    num_rows: int = 0
-    num_tokens: int = 0
-    num_loss_tokens: int = 0
-    num_skipped_rows: int = 0
-    num_skipped_tokens: int = 0
+def units_of(batch: StepBatch, settings: LossSettings, seed: int = 0) -> StepUnits:
+    """The units of a batch under a loss; see :func:`steelyard.trainer.units.cut_units`."""
+    is_silent = settings.kl_coef == 0.0 and settings.entropy_coef == 0.0
+    return cut_units(batch, skip_zero_advantage=is_silent, seed=seed)
 
 
-def accumulate_gradients(module: torch.nn.Module, batch: StepBatch, settings: LossSettings) -> StepSums:
-    """Add the gradient of the whole batch to the parameters' ``grad``.
+def unit_gradient(
+    module: torch.nn.Module,
+    unit: LeaseUnit,
+    settings: LossSettings,
+    before_micro_batch: Callable[[], None] = lambda: None,
+) -> tuple[Gradients, LossSums]:
+    """The gradient sum of one unit, and its figures. The parameters' ``grad`` is None then, whatever it was before.
+
+    Args:
+        before_micro_batch: called before each micro-batch; may raise to give the unit up.
+
+    Raises:
+        IntegrityError: a micro-batch is malformed.
+    """
+    loss_sums = LossSums()
+    module.zero_grad(set_to_none=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(unit.seed)
+        for micro_batch in unit.micro_batches:
+            before_micro_batch()
+            loss_sums.add(backward(module, micro_batch, unit, settings))
+    return take_gradients(module), loss_sums
+
+
+def backward(
+    module: torch.nn.Module, micro_batch: MicroBatch, unit: LeaseUnit, settings: LossSettings, weight: float = 1.0
+) -> LossSums:
+    """Add one micro-batch's gradient, times ``weight``, to the parameters' ``grad``."""
+    rows = read_rows(micro_batch, unit.parent_version)
+    logits = logits_at(module, rows.token_ids, rows.positions)
+    loss, loss_sums = policy_loss(logits, rows.tokens, unit.loss_denominator, settings)
+    torch.autograd.backward(loss if weight == 1.0 else loss * weight)
+    return loss_sums
+
+
+def take_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What stands in the parameters' ``grad``, which is None then."""
+    taken = {}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            taken[name] = parameter.grad
+            parameter.grad = None
+    return taken
+
+
+def set_gradients(module: torch.nn.Module, gradients: Gradients) -> None:
+    """Make sums the parameters' ``grad``."""
+    for name, parameter in module.named_parameters():
+        parameter.grad = gradients.get(name)
+
+
+def accumulate_gradients(
+    module: torch.nn.Module, batch: StepBatch, settings: LossSettings, seed: int = 0
+) -> tuple[StepUnits, LossSums]:
+    """Make the gradient of the whole batch the parameters' ``grad``, every unit computed here.
 
     Raises:
         IntegrityError: a micro-batch is malformed, or the sampled tokens do not add up to the denominator.
     """
-    skip_zero = settings.kl_coef == 0.0 and settings.entropy_coef == 0.0
-    sums = StepSums(loss=LossSums())
-    for micro_batch in batch.micro_batches:
-        rows = read_rows(micro_batch, sums, batch.parent_version, skip_zero_advantage=skip_zero)
-        if rows is None:
-            continue
-        logits = logits_at(module, rows.token_ids, rows.positions)
-        loss, loss_sums = policy_loss(logits, rows.tokens, batch.loss_denominator, settings)
-        torch.autograd.backward(loss)
-        sums.loss.add(loss_sums)
-    if sums.num_loss_tokens != batch.loss_denominator:
-        raise IntegrityError(
-            f"step {batch.step}: the micro-batches must hold loss_denominator = {batch.loss_denominator} sampled "
-            f"tokens, got {sums.num_loss_tokens}"
-        )
-    return sums
+    step = units_of(batch, settings, seed)
+    sums = UnitSums(len(step.units))
+    for unit in step.units:
+        gradients, loss_sums = unit_gradient(module, unit, settings)
+        sums.deliver(unit.index, gradients, loss_sums)
+        sums.advance()
+    total, loss = sums.finish()
+    set_gradients(module, total)
+    return step, loss
 
 
-def read_rows(
-    micro_batch: MicroBatch, sums: StepSums, parent_version: int, *, skip_zero_advantage: bool
-) -> Rows | None:
-    """The rows to compute, trimmed to their longest; None where none is left. Counts all rows in ``sums``."""
-    shape = (micro_batch.num_rows, micro_batch.num_columns)
-    token_ids = _array(micro_batch.token_ids, "<i4", shape, "token_ids")
-    loss_mask = _array(micro_batch.loss_mask, "u1", shape, "loss_mask") != 0
-    behaviour = _array(micro_batch.logprobs, "<f4", shape, "logprobs")
-    versions = _array(micro_batch.versions, "<i4", shape, "versions")
-    advantages = _array(micro_batch.advantages, "<f4", shape[:1], "advantages")
-    temperatures = _array(micro_batch.temperatures, "<f4", shape[:1], "temperatures")
-    num_tokens = _array(micro_batch.num_tokens, "<i4", shape[:1], "num_tokens")
-    if loss_mask[:, 0].any():
-        raise IntegrityError("loss_mask must be 0 in column 0: nothing predicts the first token")
-    keep = (advantages != 0.0) if skip_zero_advantage else np.ones(shape[0], dtype=bool)
-    keep &= loss_mask.any(axis=1)
-    sums.num_rows += shape[0]
-    sums.num_tokens += int(num_tokens.sum())
-    sums.num_loss_tokens += int(loss_mask.sum())
-    sums.num_skipped_rows += int((~keep).sum())
-    sums.num_skipped_tokens += int(num_tokens[~keep].sum())
-    if not keep.any():
-        return None
-    num_columns = int(num_tokens[keep].max())
-    token_ids, loss_mask, behaviour, versions = (
-        array[keep, :num_columns] for array in (token_ids, loss_mask, behaviour, versions)
-    )
-    row_of, column_of = np.nonzero(loss_mask)
+def read_rows(micro_batch: MicroBatch, parent_version: int) -> Rows:
+    """The rows of a micro-batch as tensors; ``parent_version`` is that of the gradient.
+
+    Raises:
+        IntegrityError: the micro-batch is malformed.
+    """
+    arrays = read_arrays(micro_batch)
+    row_of, column_of = np.nonzero(arrays.loss_mask)
     return Rows(
-        token_ids=torch.from_numpy(token_ids.astype(np.int64)),
-        positions=torch.from_numpy(row_of * num_columns + column_of - 1),
+        token_ids=torch.from_numpy(arrays.token_ids.astype(np.int64)),
+        positions=torch.from_numpy(row_of * micro_batch.num_columns + column_of - 1),
         tokens=TokenBatch(
-            targets=torch.from_numpy(token_ids[row_of, column_of].astype(np.int64)),
-            behaviour=torch.from_numpy(behaviour[row_of, column_of]),
-            advantages=torch.from_numpy(advantages[keep][row_of]),
-            temperatures=torch.from_numpy(temperatures[keep][row_of]),
-            is_current=torch.from_numpy(versions[row_of, column_of] == parent_version),
+            targets=torch.from_numpy(arrays.token_ids[row_of, column_of].astype(np.int64)),
+            behaviour=torch.from_numpy(arrays.logprobs[row_of, column_of]),
+            advantages=torch.from_numpy(arrays.advantages[row_of]),
+            temperatures=torch.from_numpy(arrays.temperatures[row_of]),
+            is_current=torch.from_numpy(arrays.versions[row_of, column_of] == parent_version),
         ),
-        num_tokens=int(num_tokens[keep].sum()),
     )
-
-
-def _array(data: bytes, dtype: str, shape: tuple[int, ...], field: str) -> np.ndarray:
-    array = np.frombuffer(data, dtype=dtype)
-    if array.size != np.prod(shape):
-        raise IntegrityError(f"MicroBatch.{field} must hold {np.prod(shape)} values of shape {shape}, got {array.size}")
-    return array.reshape(shape)

@@ -3,30 +3,34 @@
 ::
 
     consumes      TrainRequest: path and digest of a batch file that control has written
-    waits for     nothing but its own arithmetic and disk, in one worker thread
+    waits for     its own arithmetic and disk, in one worker thread; helpers with units of the step, with deadlines
     unblocked by  the next request
     produces      StepReport, Manifest, CheckpointReport
 
-The same batches from the same checkpoint give the same bits: arithmetic runs in one thread of a fixed number of
-torch threads, over micro-batches in their order, from parameters in memory of their own.
+The same batches from the same checkpoint give the same bits: a step is cut into units by its batch alone, arithmetic
+runs in one thread of a fixed number of torch threads, from parameters in memory of their own, and the sums of units are
+added in their order. So whoever helps, and comes or goes, the update is the same.
 """
 
 import asyncio
+import functools
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
 
+from steelyard.clock import Clock, SystemClock
 from steelyard.digests import digest_bytes
 from steelyard.durable import FaultHook, no_fault, sweep_temporary
 from steelyard.errors import IntegrityError, Refused
 from steelyard.trainer.checkpoint import (
     CheckpointManifest,
     checkpoint_dir_name,
+    module_tensors,
     prune_checkpoints,
     random_state,
     read_checkpoint,
@@ -34,18 +38,24 @@ from steelyard.trainer.checkpoint import (
     restore,
     write_checkpoint,
 )
+from steelyard.trainer.elastic import Helper, Helpers, Weights
+from steelyard.trainer.elastic_step import CORE, ElasticStep
+from steelyard.trainer.loss import LossSums
 from steelyard.trainer.mismatch import log_ratio_figures
 from steelyard.trainer.model import load_model
 from steelyard.trainer.optim import apply_step, learning_rate, make_optimizer
 from steelyard.trainer.records import (
     CheckpointReport,
     CheckpointRequest,
+    HelperState,
     PublishRequest,
     TrainerSettings,
     TrainerState,
     TrainRequest,
 )
-from steelyard.trainer.step import StepSums, accumulate_gradients
+from steelyard.trainer.step import set_gradients, unit_gradient, units_of
+from steelyard.trainer.unit_sums import Gradients
+from steelyard.trainer.units import LeaseUnit, StepUnits
 from steelyard.types import Manifest, StepBatch, StepReport, WeightDigests
 
 Result = TypeVar("Result")
@@ -81,6 +91,7 @@ class Trainer:
         model_dir: Path,
         publisher: Publisher,
         fault: FaultHook,
+        clock: Clock,
     ) -> None:
         self._settings = settings
         self._module = module
@@ -89,7 +100,9 @@ class Trainer:
         self._fault = fault
         self._optimizer = make_optimizer(module, settings.optimizer)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
-        self._unfinished: set[Future[Any]] = set()
+        self._unfinished: set[asyncio.Task[Any]] = set()
+        self._turn = asyncio.Lock()
+        self._helpers = Helpers(settings.elastic, settings.loss, clock)
         self._step = 0
         self._version = 0
         self._digests = WeightDigests(weights="", parameters=())
@@ -105,6 +118,7 @@ class Trainer:
         checkpoint: Path | None = None,
         checkpoint_digest: str | None = None,
         fault: FaultHook = no_fault,
+        clock: Clock | None = None,
     ) -> "Trainer":
         """Start from the policy in ``model_dir`` (step 0, version 0), or go on from ``checkpoint``.
 
@@ -112,13 +126,14 @@ class Trainer:
             InputError: ``model_dir`` holds no decoder that can be trained.
             IntegrityError: the checkpoint is damaged.
         """
+        clock = clock or SystemClock()
         torch.set_num_threads(settings.num_threads)
         torch.manual_seed(settings.seed)
         if checkpoint is None:
-            trainer = cls(settings, load_model(model_dir), model_dir, publisher, fault)
+            trainer = cls(settings, load_model(model_dir), model_dir, publisher, fault, clock)
         else:
             restored = read_checkpoint(checkpoint, checkpoint_digest)
-            trainer = cls(settings, restored.module, checkpoint, publisher, fault)
+            trainer = cls(settings, restored.module, checkpoint, publisher, fault, clock)
             restore(restored, trainer._optimizer)
             trainer._step, trainer._version = restored.manifest.step, restored.manifest.version
             trainer._checkpoint_extra = restored.manifest.extra
@@ -129,7 +144,24 @@ class Trainer:
                 f"got {trainer._digests.weights}"
             )
         sweep_temporary(Path(settings.checkpoints_dir))
+        trainer._show_weights()
         return trainer
+
+    async def attach(self, helper: Helper) -> None:
+        """Let a worker help with units of steps from now on. Returns at once; see :class:`Helpers`.
+
+        Raises:
+            Refused: a helper of this name is here (``double``).
+        """
+        self._helpers.attach(helper)
+
+    async def detach(self, name: str) -> None:
+        """Let a helper go; what it has not delivered is computed by others.
+
+        Raises:
+            Refused: there is none of this name (``unknown``).
+        """
+        await self._helpers.detach(name)
 
     async def train_step(self, request: TrainRequest) -> StepReport:
         """Take the optimizer step ``request.step``, which must be the next one.
@@ -139,7 +171,7 @@ class Trainer:
             IntegrityError: the batch file is not what was announced, or was assembled for other weights.
             RunError: the gradient is not finite; no parameter was changed.
         """
-        return await self._in_thread(lambda: self._train_step(request))
+        return await self._in_turn(self._train_step(request))
 
     async def publish(self, request: PublishRequest) -> Manifest:
         """Publish the present weights as the version that they are.
@@ -149,7 +181,7 @@ class Trainer:
             IntegrityError: the version is already published with other weights.
             StorageFailed: the disk refused.
         """
-        return await self._in_thread(lambda: self._publish(request))
+        return await self._in_turn(self._in_thread(lambda: self._publish(request)))
 
     async def checkpoint(self, request: CheckpointRequest) -> CheckpointReport:
         """Write the state before ``request.step``, then delete checkpoints that are no longer kept.
@@ -159,7 +191,7 @@ class Trainer:
             IntegrityError: another checkpoint has this name.
             StorageFailed: the disk refused.
         """
-        return await self._in_thread(lambda: self._checkpoint(request))
+        return await self._in_turn(self._in_thread(lambda: self._checkpoint(request)))
 
     async def state(self) -> TrainerState:
         """Where the trainer stands; answered at once, also during a step."""
@@ -170,21 +202,61 @@ class Trainer:
             is_busy=bool(self._unfinished),
             num_parameters=sum(parameter.numel() for parameter in self._module.parameters()),
             checkpoint_extra=self._checkpoint_extra,
+            helpers=tuple(HelperState(name=name, version=at) for name, at in self._helpers.versions.items()),
         )
 
     async def close(self) -> None:
-        """Wait for the work under way and end the worker thread."""
+        """Wait for the work under way, let helpers go, and end the worker thread."""
+        while self._unfinished:
+            await asyncio.wait(self._unfinished)
+        await self._helpers.close()
         await asyncio.to_thread(self._executor.shutdown)
 
-    async def _in_thread(self, work: Callable[[], Result]) -> Result:
-        """A caller that goes away does not stop the work, so busy is what the thread is, not what callers wait for."""
-        future = self._executor.submit(work)
-        self._unfinished.add(future)
-        future.add_done_callback(self._unfinished.discard)
-        return await asyncio.wrap_future(future)
+    async def _in_turn(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """One after another, in the order of the calls. A caller that goes away does not stop the work."""
+        return await asyncio.shield(self._start(work))
 
-    def _train_step(self, request: TrainRequest) -> StepReport:
+    def _start(self, work: Coroutine[Any, Any, Result]) -> "asyncio.Task[Result]":
+        async def in_turn() -> Result:
+            async with self._turn:
+                return await work
+
+        task = asyncio.create_task(in_turn(), name="work of the trainer")
+        self._unfinished.add(task)
+        task.add_done_callback(self._unfinished.discard)
+        return task
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    async def _train_step(self, request: TrainRequest) -> StepReport:
         started_s = time.perf_counter()
+        units = await self._in_thread(lambda: self._read_units(request))
+        step = self._helpers.open_step(units)
+        try:
+            await self._compute_units(step)
+            # They are about to change.
+            self._helpers.freeze()
+            rate = learning_rate(self._step, self._settings.optimizer)
+            grad_norm, loss = await self._in_thread(lambda: self._update(step, rate))
+            self._step, self._version = self._step + 1, request.version
+            self._digests = await self._in_thread(lambda: self._publisher.digests(self._module))
+        finally:
+            self._helpers.freeze()
+            self._show_weights()
+        return _report(
+            units,
+            loss,
+            step=request.step,
+            version=request.version,
+            grad_norm=grad_norm,
+            rate=rate,
+            duration_s=time.perf_counter() - started_s,
+            num_elsewhere=step.num_elsewhere,
+            num_leased_again=step.table.num_leased_again,
+        )
+
+    def _read_units(self, request: TrainRequest) -> StepUnits:
         self._check_next(request.step, "train_step")
         batch = read_batch(Path(request.path), request.digest)
         if (batch.step, batch.parent_version) != (self._step, self._version):
@@ -192,23 +264,37 @@ class Trainer:
                 f"the batch of step {self._step} must be assembled for it at version {self._version}, got one of step "
                 f"{batch.step} at version {batch.parent_version}"
             )
-        rate = learning_rate(self._step, self._settings.optimizer)
-        self._optimizer.zero_grad(set_to_none=False)
-        sums = accumulate_gradients(self._module, batch, self._settings.loss)
+        return units_of(batch, self._settings.loss, self._settings.seed)
+
+    async def _compute_units(self, step: ElasticStep) -> None:
+        """Compute units here until all are delivered, by whomever."""
+        while not step.table.is_complete:
+            unit = step.lease(CORE)
+            if unit is None:
+                await step.wait()
+                await self._in_thread(step.advance)
+            else:
+                gradients, loss = await self._in_thread(functools.partial(self._compute_unit, step, unit))
+                step.deliver(unit.index, CORE, gradients, loss)
+            step.advanced()
+
+    def _compute_unit(self, step: ElasticStep, unit: LeaseUnit) -> tuple[Gradients, LossSums]:
+        step.advance()
+        return unit_gradient(self._module, unit, self._settings.loss)
+
+    def _update(self, step: ElasticStep, rate: float) -> tuple[float, LossSums]:
+        gradients, loss = step.finish()
+        set_gradients(self._module, gradients)
         self._fault("gradients_ready")
         max_norm = self._settings.optimizer.max_grad_norm
         grad_norm = apply_step(self._module, self._optimizer, rate, max_norm, f"step {self._step}")
         self._fault("stepped")
-        self._step, self._version = self._step + 1, request.version
-        self._digests = self._publisher.digests(self._module)
-        return _report(
-            sums,
-            step=batch.step,
-            version=request.version,
-            grad_norm=grad_norm,
-            rate=rate,
-            duration_s=time.perf_counter() - started_s,
-        )
+        return grad_norm, loss
+
+    def _show_weights(self) -> None:
+        """Helpers may have the weights: they stay as they are until the next step ends."""
+        tensors = {name: tensor.detach() for name, tensor in module_tensors(self._module).items()}
+        self._helpers.use_weights(Weights(self._version, tensors))
 
     def _publish(self, request: PublishRequest) -> Manifest:
         if request.version != self._version:
@@ -270,24 +356,38 @@ def read_batch(path: Path, digest: str) -> StepBatch:
         raise IntegrityError(f"the batch file {path} must hold a StepBatch: {error}") from error
 
 
-def _report(sums: StepSums, *, step: int, version: int, grad_norm: float, rate: float, duration_s: float) -> StepReport:
-    computed = max(sums.loss.num_tokens, 1)
+def _report(
+    units: StepUnits,
+    loss: LossSums,
+    *,
+    step: int,
+    version: int,
+    grad_norm: float,
+    rate: float,
+    duration_s: float,
+    num_elsewhere: int,
+    num_leased_again: int,
+) -> StepReport:
+    computed = max(loss.num_tokens, 1)
     return StepReport(
         step=step,
         version=version,
-        loss=sums.loss.loss,
+        loss=loss.loss,
         grad_norm=grad_norm,
-        kl=sums.loss.kl / computed,
-        ratio_mean=sums.loss.ratio / computed,
-        ratio_max=sums.loss.ratio_max,
-        clip_frac=sums.loss.num_clipped / computed,
-        entropy=sums.loss.entropy / computed,
+        kl=loss.kl / computed,
+        ratio_mean=loss.ratio / computed,
+        ratio_max=loss.ratio_max,
+        clip_frac=loss.num_clipped / computed,
+        entropy=loss.entropy / computed,
         learning_rate=rate,
-        num_tokens=sums.num_tokens,
-        num_loss_tokens=sums.num_loss_tokens,
-        num_skipped_samples=sums.num_skipped_rows,
-        num_skipped_tokens=sums.num_skipped_tokens,
+        num_tokens=units.num_tokens,
+        num_loss_tokens=units.num_loss_tokens,
+        num_skipped_samples=units.num_skipped_rows,
+        num_skipped_tokens=units.num_skipped_tokens,
         duration_s=duration_s,
-        mismatch=log_ratio_figures(sums.loss.current_log_ratios),
-        policy_change=log_ratio_figures(sums.loss.older_log_ratios),
+        num_units=len(units.units),
+        num_units_elsewhere=num_elsewhere,
+        num_units_leased_again=num_leased_again,
+        mismatch=log_ratio_figures(loss.current_log_ratios),
+        policy_change=log_ratio_figures(loss.older_log_ratios),
     )

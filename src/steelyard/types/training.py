@@ -79,7 +79,9 @@ class StepReport(Record, frozen=True, kw_only=True):
     ``num_skipped_tokens``) had advantage 0 and were trained without computing, as they add exactly nothing.
     ``kl``, ``ratio_*``, ``clip_frac`` and ``entropy`` are over the tokens that were computed. Of these, ``mismatch`` is
     over the ones sampled from the weights of the gradient, so that only engine and trainer differ, and
-    ``policy_change`` over those of older weights; None where there are none.
+    ``policy_change`` over those of older weights; None where there are none. The step was cut into ``num_units`` lease
+    units: ``num_units_elsewhere`` of them were computed by helpers, ``num_units_leased_again`` counts leases of units
+    that somebody had before.
     """
 
     step: int
@@ -97,5 +99,8 @@ class StepReport(Record, frozen=True, kw_only=True):
     duration_s: float
     num_skipped_samples: int = 0
     num_skipped_tokens: int = 0
+    num_units: int = 0
+    num_units_elsewhere: int = 0
+    num_units_leased_again: int = 0
     mismatch: LogRatios | None = None
     policy_change: LogRatios | None = None

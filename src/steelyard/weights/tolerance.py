@@ -28,10 +28,12 @@ class Noise:
 
 
 NOISE = {
-    ("local", "float32", 1): Noise(probe_max=2.1e-5, probe_tolerance=1e-4, token_tolerance=2e-4, mismatch_bound=1e-3),
-    ("local", "bfloat16", 1): Noise(probe_max=0.31, probe_tolerance=0.7, token_tolerance=1.0, mismatch_bound=0.5),
-    ("local", "float16", 1): Noise(probe_max=0.047, probe_tolerance=0.1, token_tolerance=0.2, mismatch_bound=0.1),
-    ("vllm", "float32", 1): Noise(probe_max=2.2e-5, probe_tolerance=1e-4, token_tolerance=2e-4, mismatch_bound=1e-3),
+    ("local", "float32", 1): Noise(probe_max=3.2e-5, probe_tolerance=1e-4, token_tolerance=2e-4, mismatch_bound=1e-3),
+    ("local", "bfloat16", 1): Noise(probe_max=0.34, probe_tolerance=0.7, token_tolerance=1.0, mismatch_bound=0.5),
+    ("local", "float16", 1): Noise(probe_max=0.072, probe_tolerance=0.15, token_tolerance=0.2, mismatch_bound=0.15),
+    ("vllm", "float32", 1): Noise(probe_max=3.7e-5, probe_tolerance=1e-4, token_tolerance=2e-4, mismatch_bound=1e-3),
+    ("vllm", "bfloat16", 1): Noise(probe_max=0.52, probe_tolerance=1.1, token_tolerance=1.1, mismatch_bound=0.5),
+    ("vllm", "float16", 1): Noise(probe_max=0.059, probe_tolerance=0.15, token_tolerance=0.2, mismatch_bound=0.15),
 }
 """By engine, dtype of the published weights, and tensor parallelism; on a CPU. Not yet measured on a GPU.
 

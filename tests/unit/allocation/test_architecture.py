@@ -6,6 +6,7 @@ import pytest
 
 from steelyard.allocation.architecture import read_architecture
 from steelyard.errors import InputError
+from steelyard.sim.scenario import known_model
 
 QWEN2_7B: dict[str, Any] = {
     "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_hidden_layers": 28,
@@ -64,3 +65,16 @@ def test_first_layers_may_be_dense() -> None:
 def test_an_absurd_config_is_refused_by_its_field(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         read_architecture({**QWEN2_7B, **change}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "fitting"),
+    [
+        ("qwen2.5-7b", [1, 2, 4]),  # 28 heads and 4 of keys and values: 7 and 14 divide the heads only
+        ("qwen2.5-14b", [1, 2, 4, 8]),  # 40 and 8: not 5
+        ("qwen3-30b-a3b", [1, 2, 4, 8]),  # 32 and 4: each key/value head on two devices at 8
+    ],
+)
+def test_a_layer_splits_only_into_what_divides_all_its_parts(name: str, fitting: list[int]) -> None:
+    model = known_model(name)
+    assert [tp for tp in range(1, 9) if model.splits_into(tp)] == fitting

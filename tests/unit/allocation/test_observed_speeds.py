@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from steelyard.allocation.observed_speeds import ObservedTurn, fit_engine
+from steelyard.allocation.observed_speeds import EngineSpeed, ObservedTurn, fit_engine, predicted_calls_s
 from steelyard.errors import InputError
 
 
@@ -41,6 +41,14 @@ def test_what_costs_nothing_is_never_below_zero() -> None:
     found = fit_engine(calls(2000, 3, step_s=0.004, sequence_s=0.0, call_s=0.0))
     assert found.step_s == pytest.approx(0.004, rel=0.02)
     assert min(found.sequence_s, found.prompt_token_s, found.call_s) >= 0.0
+
+
+def test_calls_are_predicted_at_a_speed_in_their_own_order() -> None:
+    made = calls(100, 1, step_s=0.004, sequence_s=0.0005, call_s=0.01)
+    random.Random(0).shuffle(made)
+    speed = EngineSpeed(step_s=0.004, sequence_s=0.0005, prompt_token_s=0.0, call_s=0.01, error_frac=0.0)
+    taken = [turn.ended_at_s - turn.started_at_s for turn in made]
+    assert predicted_calls_s(made, speed) == pytest.approx(taken)
 
 
 def test_too_few_calls_are_refused() -> None:

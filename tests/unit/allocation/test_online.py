@@ -98,3 +98,11 @@ def test_a_pair_that_is_no_pair_of_durations_says_nothing() -> None:
 def test_rules_that_cannot_be_are_refused(changes: dict[str, float], message: str) -> None:
     with pytest.raises(InputError, match=message):
         OnlineRules(**changes)
+
+
+def test_each_term_says_its_factor_and_its_error() -> None:
+    found = OnlineCalibration().observed("training", 2.0, 3.0).observed("calls", 1.0, 1.0)
+    calls, training = found.errors()
+    assert (calls.term, calls.factor, calls.error_frac, calls.num_observed) == ("calls", 1.0, 0.0, 1)
+    assert (training.term, training.num_observed) == ("training", 1)
+    assert training.factor == pytest.approx(1.5)

@@ -50,7 +50,7 @@ def test_a_lone_sequence_decodes_at_the_speed_of_reading_the_weights() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda m, r: ServingCost(m, r, 3), "tp must divide the 32 heads .* got 3; 1, 2, 4, 8 would fit"),
+        (lambda m, r: ServingCost(m, r, 3), "tp must divide the 32 heads, .* got 3; 1, 2, 4, 8 would fit"),
         (lambda m, r: TrainingCost(m, r, TrainLayout(tp=16)), "at most 8, the devices of a node, got 16"),
         (lambda m, r: TrainingCost(m, r, TrainLayout(pp=100)), "pp must be at most the 80 layers, got 100"),
         (lambda m, r: TrainingCost(m, r, TrainLayout(dp=2, ep=2)), "ep must divide dp = 2 and the 1 experts"),

@@ -66,7 +66,7 @@ def test_programs_get_json_and_may_change_policy_and_steps(scenario: str, capsys
         (["nowhere.yaml"], "the scenario nowhere.yaml must be readable, got: No such file or directory"),
         (
             ["SCENARIO", "--policy", "magic"],
-            "policy.kind must be one of fixed, queue, ratio, oracle, got 'magic'; the nearest is ratio",
+            "policy.kind must be one of fixed, queue, ratio, libra, planner, oracle, got 'magic'; the nearest is ratio",
         ),
         (["SCENARIO", "--steps", "0"], "num_steps must be >= 1, got 0"),
         (

@@ -22,12 +22,19 @@ def test_it_says_first_how_well_the_run_is_predicted(run: str, capsys: pytest.Ca
     assert lines[0] == "run as it was: rollout=1 train=1, 6 steps, 48 model calls"
     assert "the simulation predicts" in lines[1]
     assert "the last 3 steps, whose speeds it has not seen" in lines[2]
+    assert lines[4].startswith("  observed over predicted since then: model calls took ")
 
 
 def test_the_prediction_of_a_steady_run_is_close(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["whatif", run, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["what_if"] is None
+    terms = {one["term"]: one for one in told["agreement"]["terms"]}
+    # These steps were published in no time, which says nothing.
+    assert sorted(terms) == ["model calls", "training"]
+    for one in terms.values():
+        assert one["num_observed"] == 3
+        assert one["factor"] == pytest.approx(1.0, abs=0.35)
     assert told["agreement"]["predicted_s"] == pytest.approx(told["agreement"]["observed_s"], rel=0.1)
     assert 0.0 < told["as_it_was"]["bound_share"] <= 1.0
 

@@ -14,9 +14,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from steelyard.coordinator import admission
 from steelyard.coordinator.books import books
-from steelyard.coordinator.entities import State
+from steelyard.coordinator.entities import Group, State
 from steelyard.coordinator.journal.memory import MemoryJournal
+from steelyard.coordinator.records import CoordinatorSettings
 from steelyard.coordinator.recovery import recover
 from steelyard.coordinator.snapshot import take
 from steelyard.coordinator.state import apply
@@ -28,6 +30,39 @@ from steelyard.types import ArtifactReport, AttemptFailure, Lease, Outcome, Purp
 
 T = TypeVar("T")
 NUM_TASKS = 30
+
+
+def plain_choice(
+    state: State, settings: CoordinatorSettings, step: int, now_s: float, since_s: float
+) -> admission.Choice:
+    """The batch of a step by a look at every group."""
+    size, bound = settings.rules.groups_per_batch, settings.rules.max_policy_lag
+    train = [g for g in state.live_groups.values() if g.purpose is Purpose.TRAIN and g.state is not GroupState.PARKED]
+    train.sort(key=lambda group: (group.admitted_step, group.order))
+    complete = [group for group in train if group.state is GroupState.COMPLETE]
+    stale = [group for group in complete if admission.is_stale(state, settings, step, now_s, group)]
+    live = [group for group in train if group not in stale]
+    chosen = [group for group in complete if group not in stale][:size]
+    num_awaited, waits_for = 0, list[Group]()
+    for due_step in range(step, step + bound + 1):
+        due = [group for group in live if group.admitted_step + bound <= due_step]
+        needed = min(size, len(due) - (due_step - step) * size)
+        num_awaited = max(0, needed - sum(group in due for group in chosen))
+        if num_awaited:
+            waits_for = [group for group in due if group.state is GroupState.OPEN]
+            break
+    late_at_s = [max(since_s, group.admitted_at_s) + settings.max_tail_wait_s for group in waits_for]
+    late = [group for group, at_s in zip(waits_for, late_at_s, strict=True) if now_s >= at_s]
+    stale += late[:num_awaited]
+    num_missing = size - len(chosen)
+    return admission.Choice(
+        groups=() if stale or num_awaited or num_missing else tuple(chosen),
+        stale=tuple(stale),
+        waits_for=tuple(waits_for),
+        num_awaited=num_awaited,
+        num_missing=num_missing,
+        look_again_s=min(late_at_s, default=None),
+    )
 
 
 class PowerCut(BaseException):
@@ -317,6 +352,18 @@ class CoordinatorMachine(RuleBasedStateMachine):
             g for g in state.live_groups.values() if g.purpose is Purpose.TRAIN and g.state is not GroupState.PARKED
         ]
         assert len(live) <= (rules.max_policy_lag + 1) * rules.groups_per_batch
+
+    @invariant()
+    def the_batch_is_the_one_that_a_look_at_every_group_finds(self) -> None:
+        state, now_s = self.rig.coordinator.state, self.rig.clock.now_s()
+        for step in (state.next_step, state.next_step + 1):
+            for held_to in (
+                self.rig.settings,
+                msgspec.structs.replace(self.rig.settings, max_age_s=1.0, max_tail_wait_s=1.0),
+            ):
+                for since_s in (now_s, now_s - 2.0):
+                    found = admission.choose_batch(state, held_to, step, now_s, since_s)
+                    assert found == plain_choice(state, held_to, step, now_s, since_s)
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):

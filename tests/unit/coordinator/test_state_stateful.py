@@ -15,6 +15,7 @@ from steelyard.coordinator import events as e
 from steelyard.coordinator.books import books
 from steelyard.coordinator.entities import State
 from steelyard.coordinator.state import apply, outbox
+from steelyard.coordinator.transitions import GroupState
 from steelyard.errors import IllegalTransition
 from steelyard.testing.run_rig import make_manifest, make_proof, make_settings
 from steelyard.testing.state_model import ENDED, NOBODY, WITH_A_WORKER, Bundle, Member, Model
@@ -453,6 +454,21 @@ class StateMachine(RuleBasedStateMachine):
         assert set(state.live_groups) == {name for name, g in model.groups.items() if g.state != "CONSUMED"}
         for name, group in state.groups.items():
             assert group.num_open == sum(model.members[m].state not in ENDED for m in model.groups[name].members)
+
+    @invariant()
+    def the_index_says_how_the_groups_stand(self) -> None:
+        live = [group for group in self.state.live_groups.values() if group.purpose is Purpose.TRAIN]
+        standing = self.state.standing
+        by_age = sorted(live, key=lambda group: group.order)
+        assert standing.parked() == [group for group in by_age if group.state is GroupState.PARKED]
+        assert standing.num_not_complete == sum(group.state is not GroupState.COMPLETE for group in live)
+        found = {step: (list(one.open.values()), one.complete_in_order()) for step, one in standing.cohorts()}
+        steps = sorted({group.admitted_step for group in live if group.state is not GroupState.PARKED})
+        assert list(found) == steps
+        for step, (opened, complete) in found.items():
+            mine = [group for group in by_age if group.admitted_step == step]
+            assert opened == [group for group in mine if group.state is GroupState.OPEN]
+            assert complete == [group for group in mine if group.state is GroupState.COMPLETE]
 
     @invariant()
     def every_attempt_is_live_or_over_as_the_model_says(self) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from steelyard.errors import EngineError
 from steelyard.inference.kv_blocks import Admitted, BlockTable, SequenceInfo
-from steelyard.inference.kv_cache import KVCache, KVLayout, KVShape, Part, cached_attention, split_by_length
+from steelyard.inference.kv_cache import KVCache, KVLayout, KVShape, Part, cached_attention
+from steelyard.inference.kv_ranges import split_by_length
 
 HEADS, KV_HEADS, DIM, ROW = 4, 2, 8, 320
 

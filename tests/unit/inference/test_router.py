@@ -351,6 +351,32 @@ def test_a_request_whose_version_only_dead_replicas_hold_fails_after_the_wait_fo
     with_replicas(1, work, settings=RouterSettings(recovery_wait_s=0.0))
 
 
+def test_a_request_waits_for_a_replica_that_was_started_anew_to_load_its_version_again() -> None:
+    async def work(router: Router, fakes: list[FakeEngine]) -> None:
+        router.replace("rep0", FakeEngine(ManualClock(), replica_id="rep0"))
+        waiting = asyncio.create_task(router.generate(ask("a")))
+        await settle()
+        assert not waiting.done()
+        router.replace("rep0", FakeEngine(ManualClock(), replica_id="rep0"))
+        await settle()
+        assert not waiting.done(), "it may be started anew twice"
+        with pytest.raises(EngineError, match="a live replica must hold version 7"):
+            await router.generate(ask("b", version=7))
+        await router.replicas["rep0"].load("somewhere", 0)
+        assert (await waiting).replica_id == "rep0"
+
+    with_replicas(1, work)
+
+
+def test_a_request_does_not_wait_longer_for_a_replica_that_was_started_anew_than_for_a_dead_one() -> None:
+    async def work(router: Router, fakes: list[FakeEngine]) -> None:
+        router.replace("rep0", FakeEngine(ManualClock(), replica_id="rep0"))
+        with pytest.raises(EngineError, match=r"a live replica must hold version 0, but rep0 has weight 1\.0"):
+            await router.generate(ask("a"))
+
+    with_replicas(1, work, settings=RouterSettings(recovery_wait_s=0.0))
+
+
 def test_flows_share_the_replicas_though_one_asks_for_far_more() -> None:
     async def work(router: Router, fakes: list[FakeEngine]) -> None:
         fakes[0].is_holding = True

@@ -15,6 +15,7 @@ from steelyard.observe.rows import (
     EngineRow,
     EnvironmentRow,
     EvaluationRow,
+    PredictionRow,
     PromptBook,
     StageRow,
     StepRow,
@@ -111,7 +112,8 @@ def test_steps_that_a_resume_did_again_replace_all_that_came_after_them() -> Non
 
 def test_the_documentation_lists_every_field_of_every_row() -> None:
     text = DOCS.read_text()
-    for kind in KINDS:
+    kinds: list[type[msgspec.Struct]] = [*KINDS, PredictionRow]
+    for kind in kinds:
         name = str(kind.__struct_config__.tag)
         section = re.search(rf"^## `{name}`$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
         assert section is not None, f"docs/metrics.md has no section on {name}"

@@ -21,7 +21,7 @@ async def echo(request: web.BaseRequest) -> web.Response:
         body = await request.read()
     except web.HTTPRequestEntityTooLarge:
         return web.Response(status=413)
-    return web.Response(text=f"{bearer_key(request)} {body.decode()}")
+    return web.Response(text=f"{bearer_key(request.headers)} {body.decode()}")
 
 
 async def ask(url: str, body: bytes, headers: dict[str, str]) -> tuple[int, str]:

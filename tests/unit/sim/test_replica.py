@@ -185,3 +185,16 @@ def test_every_call_ends_once_in_at_least_its_own_time_and_memory_is_never_excee
     for index in range(len(wanted)):
         one.replica.release(str(index))
     assert one.replica.kv_tokens == 0
+
+
+def test_sequences_of_mixed_lengths_decode_slower_where_they_are_read_together() -> None:
+    took_s = []
+    for range_tokens in (0, 1_000_000):
+        one = rig()
+        one.replica.range_tokens = range_tokens
+        one.call("long", 20_000, 100)
+        for index in range(31):
+            one.call(str(index), 10, 100)
+        one.kernel.run()
+        took_s.append(one.kernel.now_s())
+    assert took_s[1] > 1.5 * took_s[0]

@@ -57,6 +57,26 @@ def test_a_bug_in_the_writer_fails_every_waiting_write_instead_of_hanging_them(t
     asyncio.run(scenario())
 
 
+def test_where_what_must_come_before_fails_no_file_has_its_name_and_the_next_group_goes_well(tmp_path: Path) -> None:
+    outcomes: list[Exception | None] = [StorageFailed("the ledger's disk refused"), None]
+
+    def before() -> None:
+        outcome = outcomes.pop(0)
+        if outcome is not None:
+            raise outcome
+
+    async def scenario() -> None:
+        writer = DurableWriter(tmp_path / "tmp", "file", before_group=before)
+        with pytest.raises(StorageFailed, match="the ledger's disk refused"):
+            await writer.write(tmp_path / "a", b"x")
+        assert [path.name for path in tmp_path.rglob("*")] == ["tmp"]
+        await writer.write(tmp_path / "b", b"x")
+        await writer.close()
+
+    asyncio.run(scenario())
+    assert (tmp_path / "b").read_bytes() == b"x"
+
+
 def test_a_disk_that_does_not_answer_is_an_error_and_not_a_wait_for_ever(tmp_path: Path) -> None:
     answers = threading.Event()
 

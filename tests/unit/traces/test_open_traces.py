@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.testing.traces import make_turn
-from steelyard.traces.open_traces import OpenTraces
+from steelyard.traces.open_traces import OpenTraces, outline_of
 from steelyard.traces.sealed import decode_sealed, splice_sealed
 from steelyard.types import EndReason, ToolRecord, Trace, Turn
 
@@ -104,6 +104,32 @@ def test_outlines_say_of_each_turn_what_the_turn_says(tmp_path: Path) -> None:
         traces.append(turn)
     payloads, outlines = traces.payloads("att_a")
     assert [msgspec.msgpack.decode(payload, type=type(turns[0])) for payload in payloads] == list(turns)
-    for turn, outline in zip(turns, outlines, strict=True):
-        assert all(getattr(turn, name) == getattr(outline, name) for name in outline.__struct_fields__)
+    assert outlines == tuple(map(outline_of, turns))
+    traces.close()
+    again = OpenTraces(tmp_path)
+    assert again.payloads("att_a") == (payloads, outlines), "where another process wrote them, they are decoded"
+    again.close()
+
+
+def test_a_trace_that_is_removed_twice_and_begun_again_is_on_the_disk(tmp_path: Path) -> None:
+    traces = OpenTraces(tmp_path)
+    turn = make_turn("att_a", 0)
+    traces.append(turn)
+    traces.remove("att_a")
+    traces.remove("att_a")
+    traces.append(turn)
+    assert list(traces.attempts()) == ["att_a"]
+    traces.close()
+    assert OpenTraces(tmp_path).turns("att_a") == (turn,)
+
+
+def test_outlines_of_a_trace_that_was_cut_back_are_of_what_is_left(tmp_path: Path) -> None:
+    traces = OpenTraces(tmp_path)
+    turns = tuple(make_turn("att_a", index, num_tokens=index + 1) for index in range(4))
+    traces.append(turns[0])
+    num_bytes = traces.append(turns[1])
+    traces.retract("att_a", num_bytes)
+    for turn in turns[2:]:
+        traces.append(turn)
+    assert traces.payloads("att_a")[1] == tuple(map(outline_of, (turns[0], *turns[2:])))
     traces.close()

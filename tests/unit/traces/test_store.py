@@ -17,7 +17,7 @@ from steelyard.errors import IntegrityError, Refused, StorageFailed
 from steelyard.testing.traces import make_turn
 from steelyard.traces.durable_writer import WRITE_POINTS
 from steelyard.traces.local_objects import LocalObjects
-from steelyard.traces.open_traces import encode_frame, read_frames
+from steelyard.traces.open_traces import encode_frame, outline_of, read_frames
 from steelyard.traces.store import TraceStore, read_archived, tokens_by_version
 from steelyard.types import EndReason, ToolRecord, Trace, VersionSpan
 
@@ -45,7 +45,7 @@ def test_a_sealed_trace_holds_the_turns_as_appended_and_its_digest_is_over_its_b
 def test_versions_of_a_sealed_trace_are_weighted_by_tokens(tmp_path: Path) -> None:
     spans = (VersionSpan(start=0, version=4), VersionSpan(start=3, version=6))
     turn = msgspec.structs.replace(make_turn("att_a", 0, num_tokens=4), version_spans=spans)
-    assert tokens_by_version(turn) == ((4, 3), (6, 1))
+    assert tokens_by_version(outline_of(turn)) == ((4, 3), (6, 1))
 
     async def scenario() -> None:
         store = TraceStore(tmp_path)
@@ -179,6 +179,24 @@ def test_the_sweep_touches_only_old_files_of_attempts_that_nobody_refers_to(tmp_
     now_s = (tmp_path / "sealed" / "att_young").stat().st_mtime
     assert asyncio.run(store.sweep({"att_kept"}, 60.0, now_s)) == ("att_dead", "att_old")
     assert (store.sealed_attempts(), store.open_attempts()) == (("att_kept", "att_young"), ())
+
+
+class VanishingAttempts(set[str]):
+    """Nobody refers to any attempt, and the file that is asked about is gone before it can be looked at."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __contains__(self, name: object) -> bool:
+        (self._folder / str(name)).unlink()
+        return False
+
+
+def test_the_sweep_passes_over_a_file_that_goes_away_meanwhile(tmp_path: Path) -> None:
+    store = sealed_store(tmp_path, "att_gone")
+    assert asyncio.run(store.sweep(VanishingAttempts(tmp_path / "sealed"), 0.0, 1e12)) == ()
+    assert store.sealed_attempts() == ()
 
 
 def test_a_full_disk_leaves_the_open_trace_to_be_sealed_later(tmp_path: Path) -> None:

@@ -8,10 +8,9 @@ from steelyard.assembly.batch import build_step_batch
 from steelyard.errors import IntegrityError
 from steelyard.testing.tiny_model import tiny_module
 from steelyard.testing.training_data import make_sample, random_samples, random_step_batch
-from steelyard.trainer.loss import LossSums
 from steelyard.trainer.model import logits_at
 from steelyard.trainer.records import LossSettings
-from steelyard.trainer.step import StepSums, accumulate_gradients, read_rows
+from steelyard.trainer.step import accumulate_gradients, read_rows, units_of
 from steelyard.types import StepBatch, TrainingSample
 
 VOCAB = 64
@@ -47,10 +46,10 @@ def test_the_first_ratio_is_one(module: torch.nn.Module, temperature: float) -> 
         msgspec.structs.replace(sample, temperature=temperature) for sample in random_samples(1, 8, vocab_size=VOCAB)
     )
     batch = build_step_batch(0, 0, behaviour_of(module, samples), 256)
-    sums = accumulate_gradients(module, batch, LossSettings())
-    assert sums.loss.ratio / sums.loss.num_tokens == pytest.approx(1.0, abs=1e-5)
-    assert sums.loss.ratio_max == pytest.approx(1.0, abs=1e-4)
-    assert sums.num_loss_tokens == batch.loss_denominator
+    step, loss = accumulate_gradients(module, batch, LossSettings())
+    assert loss.ratio / loss.num_tokens == pytest.approx(1.0, abs=1e-5)
+    assert loss.ratio_max == pytest.approx(1.0, abs=1e-4)
+    assert step.num_loss_tokens == batch.loss_denominator
 
 
 def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(module: torch.nn.Module) -> None:
@@ -89,11 +88,11 @@ def test_rows_without_signal_are_not_computed_but_counted(module: torch.nn.Modul
     samples = random_samples(4, 6, vocab_size=VOCAB)
     silent = tuple(msgspec.structs.replace(s, advantage=0.0, attempt_id=f"{s.attempt_id}_0") for s in samples[:4])
     batch = build_step_batch(0, 0, samples + silent, 256)
-    sums = accumulate_gradients(module, batch, LossSettings())
-    assert sums.num_skipped_rows == 4
-    assert sums.num_skipped_tokens == sum(len(s.token_ids) for s in silent)
-    assert sums.num_loss_tokens == batch.loss_denominator
-    assert sums.loss.num_tokens == sum(sum(s.loss_mask) for s in samples)
+    step, loss = accumulate_gradients(module, batch, LossSettings())
+    assert step.num_skipped_rows == 4
+    assert step.num_skipped_tokens == sum(len(s.token_ids) for s in silent)
+    assert step.num_loss_tokens == batch.loss_denominator
+    assert loss.num_tokens == sum(sum(s.loss_mask) for s in samples)
 
 
 def test_skipped_rows_change_no_bit_of_the_gradient_but_the_denominator(module: torch.nn.Module) -> None:
@@ -108,15 +107,17 @@ def test_skipped_rows_change_no_bit_of_the_gradient_but_the_denominator(module: 
 def test_a_silent_row_among_others_is_dropped_and_the_rest_trimmed() -> None:
     loud = make_sample([5, 6, 7], [0, 1, 0], advantage=1.0, attempt_id="att_b")
     silent = make_sample([1, 2, 3, 4], [0, 0, 1, 1], advantage=0.5)
-    (micro_batch,) = build_step_batch(0, 0, [silent, loud], 100).micro_batches
+    batch = build_step_batch(0, 0, [silent, loud], 100)
+    (micro_batch,) = batch.micro_batches
     quiet = msgspec.structs.replace(micro_batch, advantages=bytes(4) + micro_batch.advantages[4:])
-    sums = StepSums(loss=LossSums())
-    rows = read_rows(quiet, sums, 0, skip_zero_advantage=True)
-    assert rows is not None
+    step = units_of(msgspec.structs.replace(batch, micro_batches=(quiet,)), LossSettings())
+    (unit,) = step.units
+    rows = read_rows(unit.micro_batches[0], 0)
+    assert unit.micro_batches[0].attempt_ids == ("att_b",)
     assert rows.token_ids.tolist() == [[5, 6, 7]]
     assert rows.positions.tolist() == [0]
     assert rows.tokens.targets.tolist() == [6]
-    assert (sums.num_rows, sums.num_skipped_rows, sums.num_loss_tokens) == (2, 1, 3)
+    assert (step.num_rows, step.num_skipped_rows, step.num_loss_tokens) == (2, 1, 3)
 
 
 @pytest.mark.parametrize("settings", [LossSettings(kl_coef=0.1), LossSettings(entropy_coef=0.1)])
@@ -124,7 +125,7 @@ def test_rows_without_advantage_are_computed_where_another_term_asks_for_them(
     module: torch.nn.Module, settings: LossSettings
 ) -> None:
     batch = build_step_batch(0, 0, [make_sample([1, 2, 3], [0, 1, 1], advantage=0.0)], 100)
-    assert accumulate_gradients(module, batch, settings).num_skipped_rows == 0
+    assert units_of(batch, settings).num_skipped_rows == 0
     assert gradients(module, batch, settings).norm() > 0
 
 

@@ -10,6 +10,7 @@ from steelyard.digests import digest_bytes
 from steelyard.errors import IntegrityError, Refused
 from steelyard.testing.faultsim.disk import Blobs, Disk, DiskJournalReader, File
 from steelyard.testing.run_rig import grpo_advantages
+from steelyard.traces.open_traces import outline_of
 from steelyard.traces.store import describe
 from steelyard.types import EndReason, Manifest, SealedTrace, StepBatch, ToolRecord, Trace, Turn
 
@@ -119,13 +120,13 @@ class TurnFiles:
             trace, digest = self.read_now(attempt_id)
             if (trace.end_reason, trace.tools) != (end_reason, tools):
                 raise Refused("double", f"{attempt_id} was sealed as {trace.end_reason}, and now as {end_reason}")
-            return describe(attempt_id, trace.turns, end_reason, digest, bound_version)
+            return describe(attempt_id, tuple(map(outline_of, trace.turns)), end_reason, digest, bound_version)
         trace = Trace(attempt_id=attempt_id, turns=self.open_turns(attempt_id), end_reason=end_reason, tools=tools)
         data = _ENCODE(trace)
         await stores.ledger.sync()
         await stores.sealed.put(attempt_id, data)
         stores.open_turns.pop(attempt_id, None)
-        return describe(attempt_id, trace.turns, end_reason, digest_bytes(data), bound_version)
+        return describe(attempt_id, tuple(map(outline_of, trace.turns)), end_reason, digest_bytes(data), bound_version)
 
     def read_now(self, attempt_id: str) -> tuple[Trace, str]:
         data = self._stores.sealed.read(attempt_id)
