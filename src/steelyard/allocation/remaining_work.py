@@ -27,7 +27,7 @@ LEVELS = (0.1, 0.25, 0.5, 0.75, 0.9)
 MAX_KEYS = 2048
 """Keys of one amount, over all views; the one that was not learnt from for longest goes first."""
 
-_WINDOW = 512
+_WINDOW = 1024
 """Values kept a key: those before have decayed."""
 _SUPPORT = 12.0
 _ZEAL = 16.0
@@ -37,8 +37,11 @@ _RENEWED_FRAC = 0.05
 _RENEWED_AT_MOST = 256
 """What is known of a key is made anew once so many values have come, or a share of all."""
 _KNOWN_A_KEY = 4
-_MAX_POINTS = 256
-"""Of one trajectory that are learnt from: more of a long one say little more."""
+_DENSE_TURNS = 16
+_TURNS_AN_OCTAVE = 8
+"""Turns that are learnt from: all at first, then so many from each to twice it. Which they are must not depend on how
+long the trajectory became: else at each turn the long would be too few among the learnt.
+"""
 _LAST_RESULTS = 2
 
 Quantiles = tuple[float, ...]
@@ -207,9 +210,8 @@ class RemainingAmount:
         return tuple([max(least, exp(value)) for value in logs])
 
     def learn(self, points: Sequence[tuple[Seen, float]]) -> None:
-        """A trajectory has ended: at each of these points so much was left."""
-        step = -(-len(points) // _MAX_POINTS)
-        chosen = [(seen, math.log(max(self._least, left))) for seen, left in points[::step]] if points else []
+        """A trajectory has ended: at each of these points, one a turn from the first on, so much was left."""
+        chosen = [(seen, math.log(max(self._least, left))) for seen, left in points if _is_learnt(seen.turn)]
         if not chosen:
             return
         if self._num_learnt:
@@ -281,6 +283,10 @@ class RemainingAmount:
             pairs = zip(recent.quantiles(), blended, strict=True)
             blended = tuple(trust * own + (1.0 - trust) * general for own, general in pairs)
         return blended
+
+
+def _is_learnt(turn: int) -> bool:
+    return turn < _DENSE_TURNS or turn % ((1 << turn.bit_length() - 1) // _TURNS_AN_OCTAVE) == 0
 
 
 def _situation(seen: Seen) -> _Situation:

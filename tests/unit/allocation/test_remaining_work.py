@@ -123,10 +123,20 @@ def test_what_has_changed_is_learnt_anew() -> None:
     amount = RemainingAmount()
     for _ in range(600):
         amount.learn(points_of(work_of(100)))
-    for _ in range(600):
+    for _ in range(1200):
         amount.learn(points_of(work_of(1000)))
     found = amount.quantiles(Seen(turn=0, done=0.0))
     assert found is not None and found[0] > 900
+
+
+def test_at_each_turn_the_long_count_as_often_as_the_short() -> None:
+    """Half have 40 turns, half 600: from turn 5 on 35 or 595 are left, in equal shares."""
+    amount = RemainingAmount(views=(BY_TURN,))
+    for index in range(200):
+        amount.learn(points_of(work_of(*[1] * (600 if index % 2 else 40))))
+    found = amount.quantiles(Seen(turn=5, done=5.0))
+    assert found is not None
+    assert found[1] < 40 and found[3] > 550
 
 
 def test_side_by_side_only_those_count_that_are_already_passed() -> None:
